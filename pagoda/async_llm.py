@@ -449,7 +449,7 @@ class AsyncLLM:
         params = options.params or SamplingParams.of_model(engine.input_processor.default_sampling)
         if isinstance(params, SamplingParams):  # else it is refused
             options = replace(options, params=answers.params(params))
-        prompt: Prompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "media": rendered.media}
+        prompt: Prompt = {**rendered.prompt, "prompt": rendered.text}
         async with contextlib.aclosing(self._run(prompt, options, kind)) as outputs:
             async for output in outputs:
                 answers.read(output, is_delta=kind is OutputKind.DELTA)

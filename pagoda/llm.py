@@ -274,12 +274,7 @@ class LLM:
         with self._thread.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
             rendered = chats.render(messages, options)
             answers = chats.answers_to(messages, options, rendered)
-        prompt: TokensPrompt = {
-            "prompt_token_ids": rendered.token_ids,
-            "prompt": rendered.text,
-            "media": rendered.media,
-        }
-        return prompt, answers
+        return {**rendered.prompt, "prompt": rendered.text}, answers
 
     # ---- deltas
 

@@ -74,6 +74,41 @@ PLACEHOLDER_ID = 0
 """The token id of prompt positions that are given as embeddings. No output depends on it."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptEmbeds:
+    """What positions of a prompt have in place of their tokens' embeddings; their token ids are PLACEHOLDER_ID.
+
+    positions: int32 [n], ascending.   values: float32 [n, hidden].
+    """
+
+    positions: np.ndarray
+    values: np.ndarray
+
+    @staticmethod
+    def of_first(values: np.ndarray) -> "PromptEmbeds":
+        """Return embeddings of a prompt's first positions."""
+        return PromptEmbeds(np.arange(len(values), dtype=np.int32), values)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def end(self) -> int:
+        """The position after the last one."""
+        return int(self.positions[-1]) + 1
+
+    def within(self, start: int, end: int) -> "PromptEmbeds":
+        """Return those of the positions `start` .. `end` - 1, counted from `start`."""
+        first, last = np.searchsorted(self.positions, (start, end))
+        return PromptEmbeds(self.positions[first:last] - np.int32(start), self.values[first:last])
+
+    def after(self, before: np.ndarray) -> "PromptEmbeds":
+        """Return these behind embeddings of new first positions."""
+        moved = self.positions + np.int32(len(before))
+        first = np.arange(len(before), dtype=np.int32)
+        return PromptEmbeds(np.concatenate([first, moved]), np.concatenate([before, self.values]))
+
+
 @dataclass(frozen=True, slots=True)
 class LoraRef:
     """One adapter.
@@ -156,8 +191,7 @@ class Request:
         as output, are not emitted again, and sampling continues after them. Empty, or one tuple per sequence.
     arrival_time_s: on the engine's clock.   priority: smaller is sooner.
     encoder_len: encoder tokens of an encoder-decoder request (sizes its cross-attention table), else 0.
-    prompt_embeds: float32 [n, hidden], what the first n prompt positions have in place of their tokens' embeddings;
-        their token ids are PLACEHOLDER_ID.
+    prompt_embeds: of some positions, not empty; None: all have tokens.
     pin: keep its blocks in the prefix cache rather than others.
     """
 
@@ -177,7 +211,7 @@ class Request:
     media: tuple[MediaItem, ...] = ()
     encoder_len: int = 0
     prior_output: tuple[tuple[int, ...], ...] = ()
-    prompt_embeds: np.ndarray | None = None
+    prompt_embeds: PromptEmbeds | None = None
     pin: Pin | None = None
 
     @property
@@ -190,7 +224,7 @@ class Request:
 
     @property
     def num_embeds(self) -> int:
-        """How many of the first prompt positions are given as embeddings."""
+        """How many prompt positions are given as embeddings."""
         return 0 if self.prompt_embeds is None else len(self.prompt_embeds)
 
     @property

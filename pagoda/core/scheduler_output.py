@@ -12,7 +12,7 @@ import numpy as np
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import ClientEvent, Ended, Events
-from pagoda.core.request import AdmitKind, LoraRef, MediaItem, RequestKey
+from pagoda.core.request import AdmitKind, LoraRef, MediaItem, PromptEmbeds, RequestKey
 
 NO_INTS = np.empty(0, np.int32)
 NO_HANDLES = np.empty(0, np.int64)
@@ -30,8 +30,7 @@ class RowInit:
     block_ids: per KV group, int32 [num_blocks]; 0 is the null block (freed: out of the window).
     sequence: its index in the request.   seed: of this sequence (request seed + index).
     cache_salt: of its request; what is learnt from this row's text may only be used for rows with the same salt.
-    prompt_embeds: of its request: float32 [n, hidden], for positions 0 .. n - 1.
-    media: of its request, without features.   key: of its request.
+    prompt_embeds, key: of its request.   media: of its request, without features.
     """
 
     row: int
@@ -50,7 +49,7 @@ class RowInit:
     media: tuple[MediaItem, ...] = ()
     encoder_len: int = 0
     cache_salt: str | None = None
-    prompt_embeds: np.ndarray | None = None
+    prompt_embeds: PromptEmbeds | None = None
     key: RequestKey = (0, 0)
 
 

@@ -291,7 +291,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
 
 
 def check_embeds(request: Request, size: int) -> None:
-    """Raise RequestError unless the prompt's embeddings are float32 [1 .. prompt tokens, size] and finite.
+    """Raise RequestError unless the prompt's embeddings are float32 [n, size], finite, and at n of its positions.
 
     size: 0 if prompts cannot be given as embeddings.
     """
@@ -300,10 +300,12 @@ def check_embeds(request: Request, size: int) -> None:
         return
     if not size:
         raise RequestError("prompt embeddings are off on this engine: set enable_prompt_embeds", "prompt_embeds")
-    fits = embeds.ndim == 2 and embeds.shape[1] == size and 1 <= len(embeds) <= request.num_prompt_tokens
-    if not fits or embeds.dtype != np.float32:
-        raise RequestError(f"prompt_embeds: {embeds.dtype} {embeds.shape} does not fit the model", "prompt_embeds")
-    if not np.isfinite(embeds).all():
+    values, positions = embeds.values, embeds.positions
+    if not len(positions) or values.dtype != np.float32 or values.shape != (len(positions), size):
+        raise RequestError(f"prompt_embeds: {values.dtype} {values.shape} does not fit the model", "prompt_embeds")
+    if positions[0] < 0 or (np.diff(positions) <= 0).any() or embeds.end > request.num_prompt_tokens:
+        raise RequestError("prompt_embeds: the positions are not ascending ones of the prompt", "prompt_embeds")
+    if not np.isfinite(values).all():
         raise RequestError("prompt_embeds: has values that are not finite", "prompt_embeds")
     if request.sampling is not None and request.sampling.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs: embeddings have no tokens that could be probable", "prompt_logprobs")

@@ -11,6 +11,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.answers.chat_answers import text_of_content
 from pagoda.engine.images.source import take_images
+from pagoda.engine.inputs.prompt_embeds import take_embeds
 from pagoda.server.body import Body, Name, OrDefault, items_of, one_of
 from pagoda.server.thinking import Thinking
 
@@ -108,7 +109,7 @@ class ChatMessage(Struct, kw_only=True, frozen=True):
     """A message. Other fields go to the chat template.
 
     role: Who wrote it, by a name of the template: system, user, assistant, tool.
-    content: A text, or a list of parts of type text or image_url.
+    content: A text, or a list of parts of type text, image_url or prompt_embeds.
     name: For the template.
     tool_calls: Of an assistant: the calls that it made.
     tool_call_id: Of a tool's answer: of the call.
@@ -142,7 +143,7 @@ def check_chat(
     Raises RequestError, msgspec.ValidationError.
     """
     limits.check_counts(messages, tools)
-    limits.check_chat(take_images(messages)[0], tools, template, template_kwargs)
+    limits.check_chat(take_images(take_embeds(messages)[0])[0], tools, template, template_kwargs)
     msgspec.convert({"messages": messages, "tools": tools or []}, _Chat)
     for index, message in enumerate(messages):
         named = {f"messages[{index}].{name}": message.get(name) for name in ("name", "tool_call_id")}

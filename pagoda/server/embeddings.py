@@ -242,7 +242,7 @@ async def _pool_inputs(call: PoolingCall[InputBody], params: PoolingParams, inst
         else:
             must_fit = body.truncate_prompt_tokens is None
             rendered = await render_chat(call.http, call.picked.model, conversation, must_fit)
-            prompts = [rendered.token_ids]
+            prompts = [rendered.prompt]
         asked = call.asked(prompts, [params] * len(prompts), names, body.add_special_tokens is not False)
         return await call.pool(place, asked)
 

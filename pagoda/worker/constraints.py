@@ -89,13 +89,11 @@ class RowConstraints:
         """
         return self.last_token if self._is_last(num_output, rule_bits) else self.allowed
 
-    def forbidden(
-        self, token_ids: np.ndarray, num_prompt: int, num_embeds: int, rule_bits: np.ndarray | None = None
-    ) -> np.ndarray:
+    def forbidden(self, token_ids: np.ndarray, num_prompt: int, rule_bits: np.ndarray | None = None) -> np.ndarray:
         """Return the ids (int32) that must not follow these tokens, of which the first `num_prompt` are the prompt's:
         early end tokens, last tokens of bad words and of sequences that are there already.
 
-        num_embeds: first positions that are given as embeddings; their ids stand for no token.
+        token_ids: as `TableMirror.known_tokens` gives them.
         rule_bits: what the row's output rule allows next, as in GrammarMasks; None if it has none.
         """
         output = token_ids[num_prompt:]
@@ -105,7 +103,7 @@ class RowConstraints:
         if len(output) < self.min_tokens and not _are_all(rule_bits, self.end_ids):
             banned = [*banned, self.end_ids]
         if self.ngram_size:
-            banned = [*banned, ends_of_repeats(token_ids[num_embeds:], self.ngram_size)]
+            banned = [*banned, ends_of_repeats(token_ids, self.ngram_size)]
         if self.speech is not None:
             banned = [*banned, self.speech.suppressed if len(output) else self.speech.suppressed_first]
         return np.concatenate(banned) if banned else _NO_IDS
@@ -130,13 +128,14 @@ def _are_all(bits: np.ndarray | None, token_ids: np.ndarray) -> bool:
 def ends_of_repeats(token_ids: np.ndarray, size: int) -> np.ndarray:
     """Return the ids (int32) with which the last tokens would become a sequence of `size` tokens that is there already.
 
-    token_ids: int32 [n].
+    token_ids: int32 [n]; a negative number is no token.
     """
     num_sequences = max(len(token_ids) - size + 1, 0)
     is_repeated = np.ones(num_sequences, np.bool_)
     for at in range(size - 1 if num_sequences else 0):
         is_repeated &= token_ids[at : at + num_sequences] == token_ids[num_sequences + at]
-    return np.unique(token_ids[size - 1 :][is_repeated])
+    found = np.unique(token_ids[size - 1 :][is_repeated])
+    return found[found >= 0]
 
 
 class SpeechConstraints:
@@ -219,10 +218,10 @@ class TokenCounts:
     so there is nothing to undo when they are rejected. If a row continues from an earlier position, it is counted anew.
     """
 
-    def __init__(self, num_prompt: int, first_penalized: int | None = 0) -> None:
-        """first_penalized: from this position on, tokens of the prompt are penalized too; None: only the output."""
+    def __init__(self, num_prompt: int, with_prompt: bool = True) -> None:
+        """with_prompt: tokens of the prompt are penalized too."""
         self._num_prompt = num_prompt
-        self._begin = num_prompt if first_penalized is None else first_penalized
+        self._begin = 0 if with_prompt else num_prompt
         self._start_over()
 
     def _start_over(self) -> None:
@@ -234,7 +233,8 @@ class TokenCounts:
     def before(self, position: int, token_ids: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct tokens before `position` and their counts in the output, both int32.
 
-        token_ids: int32 [max_len], the row's tokens.   num_tokens: how many of them are known; what follows are drafts.
+        token_ids: int32 [position or more], the row's tokens, as `TableMirror.known_tokens` gives them.
+        num_tokens: how many of them are known; what follows are drafts.
         The arrays are valid until the next call.
         """
         end = min(position, num_tokens)
@@ -244,7 +244,8 @@ class TokenCounts:
             self._count_all(token_ids[:end])
         else:
             for at in range(self._end, end):
-                self._count(int(token_ids[at]), at >= self._num_prompt)
+                if (token := int(token_ids[at])) >= 0:
+                    self._count(token, at >= self._num_prompt)
         self._end = max(self._end, end)
         used = len(self._index)
         ids, counts = self._ids[:used], self._counts[:used]
@@ -261,6 +262,7 @@ class TokenCounts:
 
     def _count_all(self, token_ids: np.ndarray) -> None:
         ids = np.unique(token_ids[self._begin :])
+        ids = ids[ids >= 0]
         self._counts = np.zeros(len(ids), np.int32)
         used, counts = np.unique(token_ids[self._num_prompt :], return_counts=True)
         self._counts[np.searchsorted(ids, used)] = counts

@@ -23,7 +23,7 @@ from pagoda.worker.launched_steps import LaunchedStep, LaunchedSteps, cause_of
 from pagoda.worker.pooler import Pooler
 from pagoda.worker.sampler import Drawn, Sampler, prompt_logprobs
 from pagoda.worker.speculation.speculator import Speculator
-from pagoda.worker.staging import PromptEmbeds, StepInputs, join_embeds
+from pagoda.worker.staging import RowEmbeds, StepInputs, join_embeds
 from pagoda.worker.table_mirror import TableMirror
 
 
@@ -45,7 +45,7 @@ class ModelRunner:
         grammars: GrammarRows | None = None,
         adapters: Adapters | None = None,
         pooling: PoolingPlan | None = None,
-        embeds: PromptEmbeds | None = None,
+        embeds: RowEmbeds | None = None,
         place: RankPlace = WHOLE,
         encoders: EncoderOutputs | None = None,
     ) -> None:

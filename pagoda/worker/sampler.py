@@ -208,13 +208,12 @@ def batch_constraints(
     num_prompt = table.num_prompt[rows]
     bits = {} if masks is None else dict(zip(masks.draws.tolist(), masks.bits, strict=True))
     forbidden = [
-        constraints.forbidden(table.token_ids[row, :position], num_before, num_embeds, bits.get(draw))
-        for constraints, draw, row, num_before, num_embeds, position in zip(
+        constraints.forbidden(table.known_tokens(row, position), num_before, bits.get(draw))
+        for constraints, draw, row, num_before, position in zip(
             of_row,
             draws.tolist(),
             rows.tolist(),
             num_prompt.tolist(),
-            table.num_embeds[rows].tolist(),
             positions.tolist(),
             strict=True,
         )
@@ -262,7 +261,7 @@ def _penalized(table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> t
         if counted is None:
             found, times = _NO_IDS, _NO_IDS
         else:
-            found, times = counted.before(position, table.token_ids[row], num_tokens)
+            found, times = counted.before(position, table.known_tokens(row, position), num_tokens)
         ids.append(found)
         counts.append(times)
     return TokenLists.of(ids), np.concatenate(counts)

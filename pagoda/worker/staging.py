@@ -381,12 +381,12 @@ def join_embeds(parts: Sequence["StepEmbeds | None"]) -> "StepEmbeds | None":
     return StepEmbeds(values, index, seen)
 
 
-class PromptEmbeds:
+class RowEmbeds:
     """Holds the embeddings of the rows whose prompts are not computed up to their last one, in the compute type."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._of_row: dict[int, torch.Tensor] = {}
+        self._of_row: dict[int, tuple[np.ndarray, torch.Tensor]] = {}  # positions and values, as PromptEmbeds
 
     def apply(self, output: SchedulerOutput) -> None:
         """Apply a step's events. A fork needs nothing: its prompt is computed."""
@@ -394,10 +394,10 @@ class PromptEmbeds:
             self._of_row.pop(row, None)
         for init in output.admitted:
             self._of_row.pop(init.row, None)
-            if init.prompt_embeds is not None and init.num_computed < len(init.prompt_embeds):
+            if (embeds := init.prompt_embeds) is not None and init.num_computed < embeds.end:
                 # torch warns of arrays that cannot be written to, as those from another process; this copies.
-                given = torch.tensor(init.prompt_embeds, dtype=self._dtype)
-                self._of_row[init.row] = given.to(self._device)
+                given = torch.tensor(embeds.values, dtype=self._dtype)
+                self._of_row[init.row] = embeds.positions, given.to(self._device)
 
     def take(self, output: SchedulerOutput) -> StepEmbeds | None:
         """Return the embeddings that the step needs, None for none; drop those of prompts that it computes to the end.
@@ -411,11 +411,12 @@ class PromptEmbeds:
         index: list[np.ndarray] = []
         for i in np.flatnonzero(np.isin(output.rows, list(self._of_row))).tolist():
             row, start, num_new = int(output.rows[i]), int(output.start[i]), int(output.num_new[i])
-            of_row = self._of_row[row]
-            values.append(of_row[start : start + num_new])
-            begin = int(ends[i]) - num_new
-            index.append(np.arange(begin, begin + len(values[-1]), dtype=np.int64))
-            if start + num_new >= len(of_row):
+            positions, of_row = self._of_row[row]
+            first, last = np.searchsorted(positions, (start, start + num_new))
+            if first < last:
+                values.append(of_row[first:last])
+                index.append(positions[first:last].astype(np.int64) + (int(ends[i]) - num_new - start))
+            if last == len(positions):
                 del self._of_row[row]
         if not values:
             return None

@@ -19,7 +19,6 @@ from pagoda.worker.constraints import RowConstraints, TokenCounts
 # Columns with one number per row that a fork copies.
 _COLUMNS = (
     "num_prompt",
-    "num_embeds",
     "num_encoder",
     "num_tokens",
     "temperature",
@@ -47,7 +46,6 @@ class TableMirror:
         then drafts of the current step.
     block_tables: per KV group, int32 [max_rows, max_blocks].   seeds: uint64 [max_rows].
     num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).
-    num_embeds: int32 [max_rows], first positions that are given as embeddings and have no token.
     num_encoder: int32 [max_rows], encoder tokens, of an encoder-decoder model.
     cross_groups: the KV groups of cross attention, whose tables hold encoder tokens.   growing_tables: of the others.
     num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
@@ -58,6 +56,7 @@ class TableMirror:
     logprobs_after: bool [max_rows], rows whose log-probabilities are taken after the constraints.
     logprobs_processed: bool [max_rows], those of them where it is after the temperature and the filters, too.
     reports_logits: bool [max_rows], rows that report logits in place of log-probabilities.
+    without_token: per row, int32 [n], prompt positions that are given as embeddings; None: none.
     token_counts: per row with penalties, else None; they count from `token_ids` when they are asked.
     wants_states: bool [max_rows], rows with prompt logprobs or pooling, which need hidden states of prompt positions.
     pair_start: int32 [max_rows], position of the second text of a pair; beyond every position without one.
@@ -89,7 +88,6 @@ class TableMirror:
         self.growing_tables = tuple(table for group, table in enumerate(self.block_tables) if group not in cross_groups)
         self.seeds = np.zeros(max_rows, np.uint64)
         self.num_prompt = np.zeros(max_rows, np.int32)
-        self.num_embeds = np.zeros(max_rows, np.int32)
         self.num_encoder = np.zeros(max_rows, np.int32)
         self.num_tokens = np.zeros(max_rows, np.int32)
         self.temperature = np.zeros(max_rows, np.float32)
@@ -111,6 +109,7 @@ class TableMirror:
         self.wants_states = np.zeros(max_rows, np.bool_)
         self.constraints: list[RowConstraints | None] = [None] * max_rows
         self.token_counts: list[TokenCounts | None] = [None] * max_rows
+        self.without_token: list[np.ndarray | None] = [None] * max_rows
         self.pooling: list[PoolingParams | None] = [None] * max_rows
         self.pair_start = np.full(max_rows, _NO_PAIR, np.int32)
         self.rotary = rotary
@@ -162,7 +161,7 @@ class TableMirror:
         return zlib.crc32(self.num_tokens[rows].tobytes())
 
     def _clear(self, row: int) -> None:
-        self.constraints[row] = self.token_counts[row] = None
+        self.constraints[row] = self.token_counts[row] = self.without_token[row] = None
         self.pooling[row] = self.logprob_ids[row] = None
         self.has_logprob_ids[row] = False
         self.pair_start[row] = _NO_PAIR
@@ -177,7 +176,7 @@ class TableMirror:
         self.token_ids[row, :num_tokens] = init.token_ids
         self.num_tokens[row] = num_tokens
         self.num_prompt[row] = init.num_prompt_tokens
-        self.num_embeds[row] = 0 if init.prompt_embeds is None else len(init.prompt_embeds)
+        self.without_token[row] = None if init.prompt_embeds is None else init.prompt_embeds.positions
         self.num_encoder[row] = init.encoder_len
         self.seeds[row] = init.seed & 0xFFFFFFFFFFFFFFFF
         for table, ids in zip(self.block_tables, init.block_ids, strict=True):
@@ -223,7 +222,18 @@ class TableMirror:
         self.token_counts[row] = self._new_counts(row, with_prompt) if counts else None
 
     def _new_counts(self, row: int, with_prompt: bool) -> TokenCounts:
-        return TokenCounts(int(self.num_prompt[row]), int(self.num_embeds[row]) if with_prompt else None)
+        return TokenCounts(int(self.num_prompt[row]), with_prompt)
+
+    def known_tokens(self, row: int, end: int) -> np.ndarray:
+        """Return the row's tokens before `end`: int32, each position without a token as a negative number of its own.
+
+        To be read only.
+        """
+        ids, positions = self.token_ids[row, :end], self.without_token[row]
+        if positions is not None:
+            ids = ids.copy()
+            ids[positions] = ~positions
+        return ids
 
     def _fork(self, fork: RowFork) -> None:
         src, dst = fork.src, fork.dst
@@ -239,6 +249,7 @@ class TableMirror:
         self.seeds[dst] = fork.seed & 0xFFFFFFFFFFFFFFFF
         self._constrain(dst, self.constraints[src])
         self.pooling[dst], self.logprob_ids[dst] = self.pooling[src], self.logprob_ids[src]
+        self.without_token[dst] = self.without_token[src]
 
 
 class RotaryPositions:

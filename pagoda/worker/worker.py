@@ -30,7 +30,7 @@ from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
 from pagoda.worker.memory import kv_block_bytes
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.speculation.loaded_draft import speculator_of
-from pagoda.worker.staging import PromptEmbeds
+from pagoda.worker.staging import RowEmbeds
 from pagoda.worker.table_mirror import RotaryPositions, TableMirror
 
 logger = logging.getLogger("pagoda")
@@ -194,7 +194,7 @@ class Worker:
         samples, grammars, speculator = config.place.samples, None, None
         if config.grammars is not None and samples:
             grammars = GrammarRows(config.grammars, model.spec.vocab_size, self._mask_thread)
-        embeds = PromptEmbeds(loaded.dtype, device.device) if config.takes_embeds else None
+        embeds = RowEmbeds(loaded.dtype, device.device) if config.takes_embeds else None
         if config.drafting is not None and samples:
             speculator = speculator_of(
                 config.drafting,

@@ -64,7 +64,7 @@ class Row:
     names: list[Name] = field(default_factory=list)  # of KV at each position
     num_logprobs: int = 0
     is_pooled: bool = False
-    embeds: tuple[bytes, ...] = ()  # of the first positions
+    embeds: dict[int, bytes] = field(default_factory=dict)  # by position
 
     def name_at(self, position: int, tokens: list[int]) -> Name:
         """What the KV at `position` is computed from: the prefix before it, and the token or media there."""
@@ -79,7 +79,7 @@ class Row:
             for item in self.media:
                 if item.offset <= position < item.offset + item.length:
                     return item.content_hash, position - item.offset
-        return self.embeds[position] if position < len(self.embeds) else tokens[position]
+        return self.embeds.get(position, tokens[position])
 
 
 class ExactWorker:
@@ -188,7 +188,8 @@ class ExactWorker:
         row.cross_written = init.num_computed > 0
         row.is_pooled = init.pooling is not None
         if init.prompt_embeds is not None:
-            row.embeds = tuple(one.tobytes() for one in init.prompt_embeds)
+            given = init.prompt_embeds
+            row.embeds = {at: one.tobytes() for at, one in zip(given.positions.tolist(), given.values, strict=True)}
         if init.sampling is not None and init.sampling.beam_search is not None:
             row.num_logprobs = num_beam_candidates(init.sampling, init.eos_token_ids)
         self.rows[init.row] = row

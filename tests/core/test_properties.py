@@ -18,7 +18,7 @@ from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, Sche
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
-from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Pin, Reason
+from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Pin, PromptEmbeds, Reason
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from tests.core.traffic import VOCABULARY, Failure, Setting, Traffic, make_request
@@ -169,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         penalty=st.sampled_from([0.0, 1.0, 1.0, -1.0]),
         early=st.sampled_from([False, True, "never"]),
         is_pooled=st.sampled_from([False, False, False, True]),
-        num_embeds=st.sampled_from([0, 0, 0, 3, 9, 18]),
+        embedded=st.sampled_from([*[(0, 0, 1)] * 4, (0, 3, 1), (0, 9, 1), (0, 18, 1), (2, 7, 1), (1, 20, 3)]),
         lacks=st.sampled_from([*[None] * 8, Reason.GRAMMAR, Reason.ADAPTER, Reason.ADAPTER, Reason.NEVER]),
         places=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 2)), max_size=2),
     )
@@ -190,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         penalty: float,
         early: bool | Literal["never"],
         is_pooled: bool,
-        num_embeds: int,
+        embedded: tuple[int, int, int],
         lacks: Reason | None,
         places: list[tuple[int, int, int]],
     ) -> None:
@@ -205,9 +205,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = [(7 * flavour + place) % VOCABULARY for place in range(length)]
         prompt[shared:] = [(self.count + place) % VOCABULARY for place in range(len(prompt[shared:]))]
         embeds = None
-        if num_embeds and not setting.scheduler.encoder_budget:
-            embeds = np.array(prompt[:num_embeds], np.float32)[:, None]
-            prompt[:num_embeds] = [PLACEHOLDER_ID] * len(embeds)
+        positions = np.arange(length, dtype=np.int32)[slice(*embedded)]
+        if len(positions) and not setting.scheduler.encoder_budget:
+            embeds = PromptEmbeds(positions, np.array(prompt, np.float32)[positions, None])
+            prompt = [PLACEHOLDER_ID if at in positions else token for at, token in enumerate(prompt)]
         media: list[MediaItem] = []
         if setting.scheduler.encoder_budget and not setting.encoder_decoder:
             for offset, size, kind in sorted(places):

@@ -15,7 +15,7 @@ from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import LoraRef, MediaItem
+from pagoda.core.request import LoraRef, MediaItem, PromptEmbeds
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.executor import Executor
@@ -44,7 +44,7 @@ class Watched:
     """A request whose every bit is compared. Branch b of it draws with seed + b, and by that seed it is known.
 
     skips_prefix: its prompt is not looked up in the prefix cache.
-    embeds: of the first positions of its prompt, which has zeros there.
+    embeds: in place of some tokens of its prompt, which has zeros there.
     media: pictures of its prompt, or the encoder inputs of an encoder-decoder model (crosses).
     """
 
@@ -53,7 +53,7 @@ class Watched:
     seed: int
     adapter: LoraRef | None = None
     skips_prefix: bool = False
-    embeds: np.ndarray | None = None
+    embeds: PromptEmbeds | None = None
     media: tuple[MediaItem, ...] = ()
     crosses: bool = False
 
@@ -410,7 +410,7 @@ def random_script(
             shared = int(rng.integers(1, len(other.prompt) + 1))
             prompt = other.prompt[:shared] + prompt[:3]
             if rng.random() < 0.7:  # otherwise it has tokens there, with which it must not be found
-                embeds = other.embeds[:shared] if other.embeds is not None else None
+                embeds = (other.embeds.within(0, shared) or None) if other.embeds is not None else None
                 media = tuple(one for one in other.media if one.offset + one.length <= shared)
         params = SamplingParams(temperature=float(rng.choice([0.0, 1.0])), max_tokens=int(rng.integers(1, 20)))
         which = int(rng.integers(len(adapters) + 1)) if adapters else 0

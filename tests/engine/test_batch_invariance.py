@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from benchmarks.make_random_model import SHAPES, make
 from pagoda.base.config import ParallelConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
-from pagoda.core.request import LoraRef
+from pagoda.core.request import LoraRef, PromptEmbeds
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import cached_model
 from tests.device_under_test import DeviceUnderTest
@@ -480,7 +481,7 @@ EMBEDS: dict[str, object] = {"enable_prompt_embeds": True}
 
 
 def embedded(watched: list[Watched], size: int) -> list[Watched]:
-    """The same with embeddings for all or the first part of most prompts, many of which begin alike."""
+    """The same with embeddings in all or some places of most prompts, many of which begin alike."""
     rng = np.random.default_rng(8)
     head = rng.normal(size=(70, size)).astype(np.float32)
     found = []
@@ -492,15 +493,38 @@ def embedded(watched: list[Watched], size: int) -> list[Watched]:
             continue
         own = rng.normal(size=(count, size)).astype(np.float32)
         embeds = np.concatenate([head, own[70:]])[:count] if i % 2 else own
-        found.append(replace(each, prompt=[0] * count + each.prompt[count:], embeds=embeds))
+        positions = np.arange(count, dtype=np.int32)
+        if i % 4 == 3:  # as in a conversation: in several places among tokens
+            positions = positions[np.isin(positions % 40, range(5, 30))] if count > 5 else positions
+        prompt = np.array(each.prompt)
+        prompt[positions] = 0
+        given = PromptEmbeds(positions, embeds[positions]) if len(positions) else None
+        found.append(replace(each, prompt=prompt.tolist(), embeds=given))
+    return found
+
+
+def as_embeddings(watched: list[Watched], model: Path) -> list[Watched]:
+    """The same with embeddings in place of all tokens of prompts that have some, unless their tokens are penalized."""
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    found = []
+    for each in watched:
+        is_penalized = isinstance(each.params, SamplingParams) and each.params.repetition_penalty != 1
+        if each.embeds is not None and not is_penalized:
+            values = table[each.prompt]
+            values[each.embeds.positions] = each.embeds.values
+            each = replace(each, prompt=[0] * len(values), embeds=PromptEmbeds.of_first(values))
+        found.append(each)
     return found
 
 
 @pytest.mark.parametrize("mode", ["bf16", "int8, int8 kv"])
 def test_prompt_embeddings(llama: Path, mode: str) -> None:
-    """Embeddings next to tokens, in chunks, computed again after preemption, and found in the prefix cache."""
+    """Embeddings among tokens, in chunks, computed again after preemption, and found in the prefix cache.
+
+    They give the same bits as prompts that are embeddings as a whole.
+    """
     options, watched = {**MODES[mode], **EMBEDS}, embedded(tiny_watched(), 192)
-    expected = reference(llama, watched, options)
+    expected = reference(llama, as_embeddings(watched, llama), options)
     counts = check(llama, watched, expected, options, range(800, 805), VOCAB)
     missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
     assert not missing, counts

@@ -20,7 +20,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
-from pagoda.core.request import MediaItem, Request
+from pagoda.core.request import MediaItem, PromptEmbeds, Request
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.inputs.pooling_inputs import check_pooling
 from tests.engine.driver import drive, request
@@ -269,7 +269,8 @@ def test_embeddings_in_front_of_a_picture_are_as_their_tokens(families: Callable
         with torch.inference_mode():
             embeds = table(torch.from_numpy(ids[:num_embeds].astype(np.int64))).numpy()
         ids[:num_embeds] = 0
-        given.append(replace(one, prompt_token_ids=ids, prompt_embeds=embeds if num_embeds else None))
+        of_first = PromptEmbeds.of_first(embeds) if num_embeds else None
+        given.append(replace(one, prompt_token_ids=ids, prompt_embeds=of_first))
     core = family.engine(enable_prompt_embeds=True, max_num_batched_tokens=16)
     found = drive(core, given).tokens
     core.shutdown()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save
 
 from pagoda import LLM, AsyncLLM, BeamSearchParams, PoolingParams, RequestError, SamplingParams
 from pagoda.core.kv.prefix_cache import HashChain, make_root
-from pagoda.core.request import MediaItem
+from pagoda.core.request import MediaItem, PromptEmbeds
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.inputs import prompt_encoder
 from pagoda.engine.inputs.input_limits import InputLimits
@@ -89,9 +89,9 @@ def test_embeddings_of_megabytes_are_decoded_on_a_thread(monkeypatch: pytest.Mon
     """The event loop goes on meanwhile."""
     readers: list[int] = []
 
-    def note(given: object, size: int) -> np.ndarray:
+    def note(given: object, size: int, name: str) -> np.ndarray:
         readers.append(threading.get_ident())
-        return read_embeds(given, size)
+        return read_embeds(given, size, name)
 
     monkeypatch.setattr(prompt_encoder, "read_embeds", note)
     values = torch.randn(2000, 576)
@@ -106,7 +106,7 @@ def test_embeddings_of_megabytes_are_decoded_on_a_thread(monkeypatch: pytest.Mon
         finally:
             text.close()
         assert request.prompt_embeds is not None
-        assert np.array_equal(request.prompt_embeds, values.numpy())
+        assert np.array_equal(request.prompt_embeds.values, values.numpy())
 
     asyncio.run(main())
     assert len(readers) == 1
@@ -151,7 +151,8 @@ def test_block_hashes() -> None:
     tokens[:11] = 0
 
     def hashes(given: np.ndarray | None, ids: np.ndarray = tokens, **more: Any) -> list[bytes]:
-        chain = HashChain(make_root(b"", None, None), 4, embeds=given, **more)
+        placed = None if given is None else PromptEmbeds.of_first(given)
+        chain = HashChain(make_root(b"", None, None), 4, embeds=placed, **more)
         for end in (3, 4, 9, 20):
             chain.extend(ids, end)
         return chain.hashes
@@ -175,6 +176,16 @@ def test_block_hashes() -> None:
     flat = embeds[:8].reshape(2, 12)
     assert hashes(flat)[0] != whole[0]  # the same bytes in fewer positions
 
+    def placed(*positions: int) -> list[bytes]:
+        chain = HashChain(make_root(b"", None, None), 4, embeds=PromptEmbeds(np.array(positions, np.int32), embeds[:2]))
+        chain.extend(np.zeros(20, np.int32), 20)
+        return chain.hashes
+
+    apart = placed(5, 10)
+    assert apart[0] == hashes(None, np.zeros(20, np.int32))[0]  # before the first, as without
+    assert len({*apart[1:], *placed(6, 10)[1:], *placed(5, 9)[2:]}) == 4 + 4 + 3
+    assert placed(5, 9)[:2] == apart[:2]
+
 
 def test_truncation_keeps_the_end(llm: LLM, table: torch.Tensor) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, truncate_prompt_tokens=21)
@@ -194,6 +205,108 @@ def test_penalties_count_only_tokens_that_exist(llm: LLM, table: torch.Tensor) -
     two: Any = {0: 100.0, 5: 80.0}
     favoured = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logit_bias=two, repetition_penalty=2.0)
     assert llm.generate({"prompt_embeds": table[PROMPT]}, favoured)[0].outputs[0].token_ids == [0, 5]
+
+
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+CONVERSATION = "<system>Be brief.\n<user>abc\nwhich of\nthem?\n<assistant>"
+
+
+def as_parts(one: Any, two: Any) -> list[dict[str, Any]]:
+    """Return messages that CHAT_TEMPLATE writes as CONVERSATION, with embeddings for `one` and `two`."""
+    text = [{"type": "text", "text": "which of"}]
+    parts = [{"type": "prompt_embeds", "data": one}, *text, {"type": "prompt_embeds", "data": two}]
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+
+
+def ids_of(text: str) -> list[int]:
+    return [3 + byte for byte in text.encode()]  # there are three special tokens
+
+
+def of_text(table: torch.Tensor, text: str) -> torch.Tensor:
+    return table[ids_of(text)]
+
+
+PLACEHOLDERS = [0 if at in {*range(24, 27), *range(37, 42)} else one for at, one in enumerate(ids_of(CONVERSATION))]
+
+
+def as_base64(values: torch.Tensor) -> str:
+    return base64.b64encode(save({"x": values.contiguous()})).decode()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(max_tokens=9, seed=4, n=3, ignore_eos=True)])
+def test_parts_of_messages(llm: LLM, table: torch.Tensor, params: SamplingParams) -> None:
+    """Several among texts, as arrays and base64, give what the same prompt gives as tokens, and as embeddings whole."""
+    one, two = of_text(table, "abc"), of_text(table, "them?")
+    options: Any = {"chat_template": CHAT_TEMPLATE}
+    expected = llm.generate(ids_of(CONVERSATION), params)[0].outputs
+    whole = llm.generate({"prompt_embeds": of_text(table, CONVERSATION)}, params)[0].outputs
+    for given in ((one, two), (one.float().numpy(), as_base64(two))):
+        messages = as_parts(*given)
+        answer = llm.chat(messages, params, **options)[0]
+        for outputs in (answer.outputs, whole):
+            assert [found.token_ids for found in outputs] == [found.token_ids for found in expected]
+        assert answer.prompt_token_ids == PLACEHOLDERS
+        assert answer.prompt == CONVERSATION.replace("abc", "").replace("them?", "")
+    found = list(llm.stream_chat(as_parts(one, two), params, **options))
+    tokens = [token for delta in found for output in delta.outputs if not output.index for token in output.token_ids]
+    assert tokens == expected[0].token_ids
+
+
+def test_parts_share_blocks_with_equal_prompts_only(llm: LLM, table: torch.Tensor) -> None:
+    one, two = of_text(table, "abc"), of_text(table, "them?")
+    other = one.clone()
+    other[1, 7] += 1
+    options: Any = {"chat_template": CHAT_TEMPLATE, "cache_salt": "parts"}
+
+    def cached(*given: torch.Tensor) -> int | None:
+        return llm.chat(as_parts(*given), GREEDY, **options)[0].num_cached_tokens
+
+    assert cached(one, two) == 0
+    assert cached(other, two) == 24  # up to the block that has the first embedding
+    assert cached(one, two[:2]) == 32
+    assert cached(one, two) == 48
+    assert llm.generate(PLACEHOLDERS, GREEDY, cache_salt="parts")[0].num_cached_tokens == 24
+
+
+def test_penalties_and_truncation_of_parts(llm: LLM, table: torch.Tensor) -> None:
+    """Penalties count the tokens around embeddings, and no placeholder."""
+    one, two = of_text(table, "abc"), of_text(table, "them?")
+    options: Any = {"chat_template": CHAT_TEMPLATE}
+    bias: Any = {0: 90.0, ids_of("w")[0]: 100.0, ids_of("5")[0]: 60.0}
+    favoured = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logit_bias=bias, repetition_penalty=2.0)
+    found = llm.chat(as_parts(one, two), favoured, **options)[0].outputs[0].token_ids
+    assert found == [0, *ids_of("5")]  # "w" is in the prompt, 0 only in the output
+    for cut in (14, 30):
+        for side in ("left", "right"):
+            params = SamplingParams(
+                temperature=0, max_tokens=5, ignore_eos=True, truncate_prompt_tokens=cut, truncation_side=side
+            )
+            expected = llm.generate(ids_of(CONVERSATION), params)[0].outputs[0].token_ids
+            assert llm.chat(as_parts(one, two), params, **options)[0].outputs[0].token_ids == expected
+
+
+def test_parts_are_refused_by_name(llm: LLM, model: Path, table: torch.Tensor, on: DeviceUnderTest) -> None:
+    one, options = of_text(table, "abc"), {"chat_template": CHAT_TEMPLATE}
+    bad: list[tuple[Any, str]] = [
+        (None, "the part has no data"),
+        ("%%", "not valid base64"),
+        (7, "is 'int', expected a numpy array or a torch tensor; over HTTP, a file as base64"),
+        (torch.zeros(2, 5), "expected .number of tokens, 192."),
+        (one * float("nan"), "not finite"),
+    ]
+    for data, message in bad:
+        with pytest.raises(RequestError, match=message) as caught:
+            llm.chat(as_parts(one, data), GREEDY, **options)  # type: ignore[arg-type]
+        assert caught.value.param == "messages[1].content[2]"
+    for template, count in (("none", 0), ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", 2)):
+        with pytest.raises(RequestError, match=f"the chat template writes this part {count} times"):
+            llm.chat(as_parts(one, one), GREEDY, chat_template=template)
+    with pytest.raises(RequestError, match="context length is 128 tokens"):
+        llm.chat(as_parts(one, torch.zeros(99, 192)), GREEDY, **options)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="prompt_logprobs: the prompt, or a prompt adapter, has embeddings"):
+        llm.chat(as_parts(one, one), SamplingParams(prompt_logprobs=1), **options)  # type: ignore[arg-type]
+    with LLM(str(model), **on.engine(OPTIONS)) as off, pytest.raises(RequestError, match="set enable_prompt_embeds"):
+        off.chat(as_parts(one, one), GREEDY, **options)  # type: ignore[arg-type]
 
 
 BAD: dict[str, tuple[Any, str]] = {

@@ -117,6 +117,56 @@ def test_what_has_no_meaning_is_refused(server: LiveServer, fake_server: LiveSer
     assert "/v1/completions" in answer["error"]["message"]
 
 
+def chat(*parts: Any, **more: Any) -> dict[str, Any]:
+    """Return a body whose message has these parts: texts, and embeddings as base64."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "prompt_embeds", "data": part[0]}
+        for part in parts
+    ]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "seed": 1, **more}
+
+
+def test_parts_of_messages(server: LiveServer) -> None:
+    """Among texts, in whole answers, streams, batches, and where tokens are counted or pooled."""
+    given, large = encoded(embeds(5)), as_safetensors(embeds(1900))
+    assert len(large) > 4_500_000  # more than the texts of a conversation may have
+    body = chat("See", (given,), "and", (encoded(embeds(7)),), "!", return_token_ids=True, n=2)
+    status, answer = server.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    text = chat("See", "", "and", "", "!", return_token_ids=True)
+    plain = server.post("/v1/chat/completions", text)[1]
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 12
+    assert answer["prompt_token_ids"].count(0) == 12
+    streamed = events(server, "/v1/chat/completions", body)
+    deltas = [choice for event in streamed for choice in event["choices"]]  # type: ignore[attr-defined]
+    for choice in answer["choices"]:
+        pieces = [one["delta"].get("content") or "" for one in deltas if one["index"] == choice["index"]]
+        assert "".join(pieces) == choice["message"]["content"]
+    status, found = server.post("/v1/chat/completions", chat((large,)))
+    assert (status, found["usage"]["prompt_tokens"] > 1900) == (200, True)
+    each = [chat("See", (encoded(embeds(count)),))["messages"] for count in (3, 4)]
+    status, found = server.post("/v1/chat/completions/batch", {"messages": each, "max_tokens": 3})
+    assert (status, len(found["choices"])) == (200, 2)
+    status, found = server.post("/tokenize", {"messages": body["messages"]})
+    assert (status, found["tokens"]) == (200, answer["prompt_token_ids"])
+
+
+def test_errors_name_the_part(server: LiveServer, fake_server: LiveServer) -> None:
+    for data, message in BAD.values():
+        status, answer = server.post("/v1/chat/completions", chat("See", (data,)))
+        assert status == 400
+        if "context length" not in message:  # which is of the whole prompt
+            assert (answer["error"]["param"], message in answer["error"]["message"]) == ("messages[0].content[1]", True)
+    for data in (None, 7, ["a"], {"a": {}}):
+        status, answer = server.post("/v1/chat/completions", chat("See", (data,)))
+        assert (status, answer["error"]["param"]) == (400, "messages[0].content[1]")
+    status, answer = fake_server.post("/v1/chat/completions", chat((encoded(embeds(2)),)))
+    assert (status, answer["error"]["param"]) == (400, "messages[0].content[0]")
+    assert "enable_prompt_embeds" in answer["error"]["message"]
+    status, answer = server.post("/v1/chat/completions", chat((encoded(embeds(2)),), prompt_logprobs=1, logprobs=True))
+    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
 def test_truncation(server: LiveServer) -> None:
     answer = complete(server, prompt_embeds=encoded(embeds(40)), truncate_prompt_tokens=9)
     assert answer["usage"]["prompt_tokens"] == 9
@@ -144,16 +194,23 @@ def test_requests_outlive_a_killed_engine_and_end_when_aborted(tmp_path: Path) -
     common = {"max_tokens": 440, "seed": 5, "temperature": 1, "n": 2, "ignore_eos": True, "return_token_ids": True}
 
     def tokens(server: LiveServer, **body: Any) -> list[list[int]]:
-        return [choice["token_ids"] for choice in complete(server, **{**common, **body})["choices"]]
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        status, answer = server.post(path, {**common, **body})
+        assert status == 200, answer
+        return [choice["token_ids"] for choice in answer["choices"]]
 
-    with serving(tmp_path, "--model", str(model), *FLAGS, "--enable-prompt-embeds", stepped=True) as server:
+    template = "{% for m in messages %}{{ m.content | replace('\n', '') }}{% endfor %}"  # the line between parts
+    text = bytes(one - 3 for one in ids[50:]).decode()
+    flags = ("--model", str(model), *FLAGS, "--enable-prompt-embeds", "--trust-request-chat-template")
+    with serving(tmp_path, *flags, stepped=True) as server:
         bodies: dict[str, Any] = {
             "tokens": {"prompt": [ids]},
             "embeds": {"prompt_embeds": encoded(table[ids])},
             "other": {"prompt_embeds": as_safetensors(table[ids] + 0.5)},
+            "parts": {"messages": chat((encoded(table[ids[:50]]),), text)["messages"], "chat_template": template},
         }
         undisturbed = {name: tokens(server, **body) for name, body in bodies.items()}
-        assert undisturbed["embeds"] == undisturbed["tokens"] != undisturbed["other"]
+        assert undisturbed["parts"] == undisturbed["embeds"] == undisturbed["tokens"] != undisturbed["other"]
         found: dict[str, Any] = {}
 
         def ask(name: str) -> None:
@@ -164,7 +221,7 @@ def test_requests_outlive_a_killed_engine_and_end_when_aborted(tmp_path: Path) -
         server.steps.hold_after(50)
         for thread in asking:
             thread.start()
-        while server.load()["running"] < 3:
+        while server.load()["running"] < len(bodies):
             assert not found, "a request ended before all of them ran"
         server.kill_engine()
         server.steps.release()

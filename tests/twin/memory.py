@@ -66,7 +66,8 @@ class Memory:
     def content(self, group: int, request: Request, tokens: list[int], end: int) -> Hashable:
         """The name of the block that ends at `end`: everything its KV depends on."""
         media = tuple((item.content_hash, item.offset) for item in request.media if item.offset < end)
-        embeds = request.prompt_embeds[:end].tobytes() if request.prompt_embeds is not None else b""
+        given = request.prompt_embeds and request.prompt_embeds.within(0, end)
+        embeds = given and (given.positions.tobytes(), given.values.tobytes())
         return (group, tuple(tokens[:end]), embeds, adapter_of(request), request.cache_salt, media)
 
     def hit(self, request: Request, tokens: list[int]) -> tuple[int, list[list[int]]]:

@@ -111,7 +111,7 @@ def test_bad_words_look_at_the_output_only(on: DeviceUnderTest) -> None:
 def test_repeated_sequences_do_not_count_embeddings(on: DeviceUnderTest) -> None:
     """The ids of positions that are given as embeddings are placeholders (0), not tokens that a sequence may repeat."""
     table = make_table([SamplingParams(temperature=0, no_repeat_ngram_size=1)] * 2, [[0, 0, 6]] * 2)
-    table.num_embeds[:] = [0, 2]
+    table.without_token[1] = np.arange(2)
     logits = torch.zeros(2, VOCAB)
     logits[:, [6, 0, 4]] = torch.tensor([9.0, 8.0, 7.0])
     assert draw(table, logits, on).tokens.tolist() == [4, 0]

@@ -22,7 +22,7 @@ def test_random_histories(seed: int, with_prompt: bool) -> None:
     vocab, num_prompt = int(rng.choice([3, 40, 5000])), int(rng.integers(1, 30))
     row = np.zeros(400, np.int32)
     row[:num_prompt] = rng.integers(0, vocab, num_prompt)
-    counts, known = TokenCounts(num_prompt, 0 if with_prompt else None), num_prompt
+    counts, known = TokenCounts(num_prompt, with_prompt), num_prompt
     for _ in range(60):
         # A verified row draws at its last position, then after each draft; then some drafts are accepted.
         drafts = int(rng.choice([0, 0, 1, 4]))

@@ -20,7 +20,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.core.events import EventStream, Removed, Stored
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.sizing import KVSizing
-from pagoda.core.request import LoraRef, MediaItem, Sequence
+from pagoda.core.request import LoraRef, MediaItem, PromptEmbeds, Sequence
 from pagoda.core.request_table import RequestTable
 
 _TOKEN_BYTES = 4
@@ -47,23 +47,22 @@ class HashChain:
     hashes: one of 32 bytes per full block, in order.
     """
 
-    __slots__ = ("_block_bytes", "_block_size", "_embeds", "_hasher", "_media", "_num_embeds", "hashes")
+    __slots__ = ("_block_bytes", "_block_size", "_embeds", "_embeds_end", "_hasher", "_media", "hashes")
 
     def __init__(
         self,
         root: bytes,
         block_size: int,
         media: tuple[MediaItem, ...] = (),
-        embeds: np.ndarray | None = None,
+        embeds: PromptEmbeds | None = None,
     ) -> None:
-        """embeds: of the first positions, as Request.prompt_embeds."""
         self.hashes: list[bytes] = []
         self._hasher = hashlib.sha256(root)
         self._block_size = block_size
         self._block_bytes = block_size * _TOKEN_BYTES
         self._media = media
         self._embeds = embeds
-        self._num_embeds = 0 if embeds is None else len(embeds)
+        self._embeds_end = 0 if embeds is None else embeds.end
 
     def extend(self, token_ids: np.ndarray, num_tokens: int) -> None:
         """Hash every full block among the first `num_tokens` of `token_ids` (int32, the whole sequence)."""
@@ -71,7 +70,7 @@ class HashChain:
         last = num_tokens // self._block_size
         if last <= first:
             return
-        if self._media or first * self._block_size < self._num_embeds:
+        if self._media or first * self._block_size < self._embeds_end:
             self._extend_with_inputs(token_ids, first, last)
             return
         data = token_ids[first * self._block_size : last * self._block_size].tobytes()
@@ -83,8 +82,8 @@ class HashChain:
 
     def _extend_with_inputs(self, token_ids: np.ndarray, first: int, last: int) -> None:
         """Blocks that an item touches start a new hasher, keyed by what came before and by the items with their
-        offsets from the block's start; blocks with embeddings, by what came before and the bytes of the embeddings,
-        which are in place of tokens. Blocks before the first item thus keep the hashes they have without it."""
+        offsets from the block's start; blocks with embeddings, by what came before, and the places in the block and
+        the bytes of the embeddings. Blocks before the first item thus keep the hashes they have without it."""
         size = self._block_size
         for block in range(first, last):
             begin, end = block * size, (block + 1) * size
@@ -95,11 +94,10 @@ class HashChain:
             ]
             if items:
                 self._hasher = hashlib.sha256(b"media" + _sized(self._hasher.digest(), *items))
-            num_embeds = min(max(self._num_embeds - begin, 0), size)
-            if num_embeds and self._embeds is not None:
-                given = self._embeds[begin : begin + num_embeds].tobytes()
-                self._hasher = hashlib.sha256(b"embeds" + _sized(self._hasher.digest(), given))
-            self._hasher.update(token_ids[begin + num_embeds : end].tobytes())
+            if self._embeds is not None and (own := self._embeds.within(begin, end)):
+                given = own.positions.tobytes(), own.values.tobytes()
+                self._hasher = hashlib.sha256(b"embeds" + _sized(self._hasher.digest(), *given))
+            self._hasher.update(token_ids[begin:end].tobytes())
             self.hashes.append(self._hasher.digest())
 
     def fork(self) -> "HashChain":

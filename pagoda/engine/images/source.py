@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import RequestError
+from pagoda.engine.templates.chat_values import map_parts
 
 IMAGE_PART = "image"
 """The type of an image's part once `take_images` has taken the image out; what chat templates look for."""
@@ -45,13 +46,7 @@ def take_images(messages: Sequence[Any]) -> tuple[Sequence[Any], list[ImageSourc
     that has no image.
     """
     found: list[ImageSource] = []
-    changed: list[Any] = list(messages)
-    for index, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, list | tuple):
-            continue
-        parts = [_without_image(f"messages[{index}].content[{at}]", part, found) for at, part in enumerate(content)]
-        changed[index] = {**message, "content": parts}
+    changed = map_parts(messages, lambda where, part: _without_image(where, part, found))
     return (changed, found) if found else (messages, found)
 
 

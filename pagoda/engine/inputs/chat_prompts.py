@@ -2,21 +2,25 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
+import numpy as np
+
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.text import check_encodable
-from pagoda.core.request import MediaItem
+from pagoda.core.request import PLACEHOLDER_ID, MediaItem, PromptEmbeds
 from pagoda.engine.answers.chat_answers import ChatAnswers, text_of_content
 from pagoda.engine.images.process import ImageFeatures
 from pagoda.engine.images.source import ImageSource, take_images
 from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.prompt_embeds import EmbedsPart, check_embeds_are_on, read_embeds, take_embeds
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
-from pagoda.engine.inputs.prompts import Prompt
+from pagoda.engine.inputs.prompts import TokensPrompt
 from pagoda.engine.inputs.sampled_messages import KnownMessages, MessagePlaces, OpenMessage
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.chat_values import Message
@@ -24,6 +28,7 @@ from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tool
 from pagoda.engine.tokenizers.tokenizer import Tokenizer, TokenizerFacts
 
 _NUM_KEPT = 16  # callers' templates that stay compiled
+_NO_TOKEN = -1  # in the place of an embedding, until its position is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +86,21 @@ def chat_options(given: Mapping[str, object]) -> ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as the model's prompt.   open_message: that it asks for, if its answer is to be found again."""
+    """A conversation as the model's prompt.
+
+    text: without its embeddings.   open_message: that it asks for, if its answer is to be found again.
+    """
 
     text: str
     token_ids: list[int]
     media: tuple[MediaItem, ...] = ()
     open_message: OpenMessage | None = None
+    embeds: PromptEmbeds | None = None
 
     @property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> TokensPrompt:
         """The prompt that an engine runs."""
-        return {"prompt_token_ids": self.token_ids, "media": self.media} if self.media else self.token_ids
+        return {"prompt_token_ids": self.token_ids, "media": self.media, "embeds": self.embeds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,7 @@ class WrittenChat:
     """A conversation as text, before it is tokenised.   text: marked, if `is_marked`.   plain: without marks.
 
     images, features: what puts images into the prompt, and they; None without images.
+    embeds: the parts that are given as embeddings; their marks are in `text`.
     """
 
     text: str
@@ -107,6 +117,7 @@ class WrittenChat:
     add_special_tokens: bool
     images: ImagePrompts | None
     features: Sequence[ImageFeatures]
+    embeds: Sequence[EmbedsPart] = ()
 
 
 class ChatPrompts:
@@ -134,6 +145,7 @@ class ChatPrompts:
         self._images = images
         self._model_name = model_name
         self._hears = hears
+        self._marks = tokenizer.facts.marks
         self.places = MessagePlaces(tokenizer, None if images is None else images.image_token_id)
         self._compiled = functools.lru_cache(_NUM_KEPT)(functools.partial(_callers_template, tokenizer.facts))
 
@@ -145,12 +157,13 @@ class ChatPrompts:
         must_fit: bool = False,
         is_bounded: bool = False,
     ) -> RenderedChat:
-        """Return a conversation as text and token ids, with its images.
+        """Return a conversation as text and token ids, with its images and embeddings.
 
         must_fit: reject a text that cannot fit into the model's context before tokenising it.
         is_bounded: the messages were sent to a server: they may not name its files; unless must_fit, the limit
             `tokenized_chars` applies.
-        Raises RequestError if there is no template, if it rejects the messages, or for an image that cannot be read.
+        Raises RequestError if there is no template, if it rejects the messages, or for an image or embeddings that
+        cannot be read.
         """
         return self.encode(self.write(messages, options, must_fit=must_fit, is_bounded=is_bounded))
 
@@ -159,21 +172,24 @@ class ChatPrompts:
     ) -> WrittenChat:
         """Return a conversation as text; see `render`."""
         messages, sources = take_images(messages)
+        messages, embeds = take_embeds(messages, self._marks.numbered)
         images = self._checked_images(sources)
         text = self._text(messages, options)
         if is_bounded and not must_fit:
             self._limits.of_request.check("tokenized_chars", len(text), "messages")
         is_marked, features = not self._parses_special_tokens, []
+        if embeds and not is_marked:  # only marked text has places for embeddings
+            text, is_marked = self._marks.put(text), True
         if images is not None:
             most = self._limits.max_model_len
             text, features = images.put(text, sources, most, is_marked=is_marked, is_trusted=not is_bounded)
-        plain = self._tokenizer.facts.marks.remove(text) if is_marked else text
+        plain = self._without_embeds(self._marks.remove(text) if is_marked else text, embeds)
         if must_fit:
             self._prompts.check_length(plain)
         if is_marked:
             self._limits.of_request.check_text(plain, "messages")
             check_encodable("messages", text)
-        return WrittenChat(text, plain, is_marked, options.add_special_tokens, images, features)
+        return WrittenChat(text, plain, is_marked, options.add_special_tokens, images, features, embeds)
 
     def encode(self, written: WrittenChat, known: KnownMessages | None = None) -> RenderedChat:
         """Return a written conversation as token ids.
@@ -184,9 +200,45 @@ class ChatPrompts:
             token_ids = self._prompts.encode(written.text, written.add_special_tokens)
             return RenderedChat(written.plain, token_ids, self._media_of(written, token_ids))
         text, slots = (written.text, []) if known is None else self.places.put(written.text, known)
+        embeds = None
+        if written.embeds:
+            text, slots, values = self._put_embeds(text, slots, written.embeds)
         token_ids = self._tokenizer.encode_marked(text, written.add_special_tokens, slots)
+        if written.embeds:
+            ids = np.array(token_ids, np.int32)
+            embeds = PromptEmbeds(np.flatnonzero(ids == _NO_TOKEN).astype(np.int32), values)
+            ids[embeds.positions] = PLACEHOLDER_ID
+            token_ids = ids.tolist()
         opened = None if known is None else self.places.open_message(written.text, token_ids, known.form)
-        return RenderedChat(written.plain, token_ids, self._media_of(written, token_ids), opened)
+        return RenderedChat(written.plain, token_ids, self._media_of(written, token_ids), opened, embeds)
+
+    def _without_embeds(self, text: str, embeds: Sequence[EmbedsPart]) -> str:
+        """Return a rendered text without the marks of embeddings.
+
+        Raises RequestError if there can be none, or if it has not each of them once.
+        """
+        for part in embeds:
+            check_embeds_are_on(self._limits.embeds_size, part.name)
+            before, *after = text.split(part.mark)
+            if len(after) != 1:
+                raise RequestError(f"{part.name}: the chat template writes this part {len(after)} times", part.name)
+            text = before + after[0]
+        return text
+
+    def _put_embeds(
+        self, text: str, slots: Sequence[Sequence[int]], parts: Sequence[EmbedsPart]
+    ) -> tuple[str, list[Sequence[int]], np.ndarray]:
+        """Return a marked text with a slot for each mark of embeddings; what its slots stand for; the embeddings.
+
+        slots: those that the text has already. Raises RequestError for embeddings that cannot be read.
+        """
+        slot, following, size = self._marks.slot, iter(slots), self._limits.embeds_size
+        read = {part.mark: read_embeds(part.given, size, part.name) for part in parts}
+        places = re.compile("|".join(map(re.escape, (slot, *read))))
+        in_order = places.findall(text)
+        filled = [[_NO_TOKEN] * len(read[mark]) if mark in read else next(following) for mark in in_order]
+        values = np.concatenate([read[mark] for mark in in_order if mark in read])
+        return places.sub(lambda _: slot, text), filled, values
 
     def _media_of(self, written: WrittenChat, token_ids: Sequence[int]) -> tuple[MediaItem, ...]:
         return () if written.images is None else written.images.media_of(token_ids, written.features)

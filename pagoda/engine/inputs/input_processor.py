@@ -15,7 +15,7 @@ from pagoda.base.lora import LoRARequest
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
-from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Request
+from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, PromptEmbeds, Request
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.adapters import Adapter, KnownAdapters, PromptAdapter
 from pagoda.engine.inputs.chat_prompts import ChatPrompts
@@ -186,7 +186,7 @@ class InputProcessor:
 
     def _checked_prompt(
         self, prompt: EncodedPrompt, params: Params, before: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    ) -> tuple[np.ndarray, PromptEmbeds | None]:
         """Return the validated prompt's token ids and embeddings.   before: a prompt adapter's, to put in front."""
         side = "left"
         if isinstance(params, SamplingParams):
@@ -205,7 +205,7 @@ class InputProcessor:
         embeds = prompt.cut_to(len(token_ids), side)
         if before is not None:
             token_ids = np.concatenate([np.full(len(before), PLACEHOLDER_ID, np.int32), token_ids])
-            embeds = before if embeds is None else np.concatenate([before, embeds])
+            embeds = PromptEmbeds.of_first(before) if embeds is None else embeds.after(before)
         if embeds is not None and isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
             raise RequestError(
                 "prompt_logprobs: the prompt, or a prompt adapter, has embeddings in place of tokens; leave it out",

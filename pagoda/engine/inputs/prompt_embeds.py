@@ -1,7 +1,11 @@
-"""Prompts as embeddings: from the arrays and tensors of callers, or from the files that clients send, to float32."""
+"""Prompts as embeddings: from the arrays and tensors of callers, or from the files that clients send, to float32.
+
+A prompt is given as embeddings whole, or messages of a conversation have them among their parts.
+"""
 
 import base64
 import binascii
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,6 +13,7 @@ import numpy as np
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
+from pagoda.engine.templates.chat_values import map_parts
 from pagoda.loading.tensor_file import TensorFileError, read_tensor
 
 _PARAM = "prompt_embeds"
@@ -38,16 +43,56 @@ class _TorchTensor(Protocol):
     def cpu(self) -> Any: ...
 
 
-def read_embeds(given: object, size: int) -> np.ndarray:
+@dataclass(frozen=True, slots=True)
+class EmbedsPart:
+    """A part of a message that is given as embeddings.
+
+    mark: in its place in the rendered conversation.   name: what errors call it.   given: as `read_embeds` takes it.
+    """
+
+    mark: str
+    name: str
+    given: object
+
+
+def take_embeds(messages: Sequence[Any], mark: Callable[[int], str] = str) -> tuple[Sequence[Any], list[EmbedsPart]]:
+    """Return the messages with a text, a mark, in place of each part {"type": "prompt_embeds", "data": ...}, and these.
+
+    data: base64, as HTTP clients send it, or an array or tensor. Looks at none of them.   mark: of each, by number.
+    Messages of an unexpected form are left as they are, for others to refuse.
+    Raises RequestError for such a part that has no data.
+    """
+    found: list[EmbedsPart] = []
+
+    def without_embeds(where: str, part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != _PARAM:
+            return part
+        if (data := part.get("data")) is None:
+            raise RequestError(f"{where}: the part has no data; send a tensor as base64: data", where)
+        found.append(EmbedsPart(mark(len(found)), where, data))
+        return {"type": "text", "text": found[-1].mark}
+
+    changed = map_parts(messages, without_embeds)
+    return (changed, found) if found else (messages, found)
+
+
+def check_embeds_are_on(size: int, name: str) -> None:
+    """Raise RequestError if no prompt may have embeddings.   size: as InputLimits.embeds_size."""
+    if not size:
+        raise RequestError(f"{name}: prompt embeddings are off on this engine: set enable_prompt_embeds", name)
+
+
+def read_embeds(given: object, size: int, name: str = _PARAM) -> np.ndarray:
     """Return the embeddings of a prompt: float32 [n, size], a copy.   size: the model's hidden size.
 
-    given: a numpy array or torch tensor of float32, bfloat16 or float16, [n, size] or [1, n, size], or EncodedEmbeds.
+    given: a numpy array or torch tensor of float32, bfloat16 or float16, [n, size] or [1, n, size], or EncodedEmbeds,
+        or a string as its data.   name: what errors call it.
     Raises RequestError that names the input, what is wrong with it and what is accepted.
     """
-    name = _PARAM
     if isinstance(given, EncodedEmbeds):
-        name = given.name
-        given = _decoded(given)
+        given, name = given.data, given.name
+    if isinstance(given, str):
+        given = _decoded(given, name)
     if isinstance(given, np.ndarray):
         array, shape, dtype = given, given.shape, given.dtype.name
     elif isinstance(given, _TorchTensor):
@@ -56,7 +101,9 @@ def read_embeds(given: object, size: int) -> np.ndarray:
             raise RequestError(f"{name}: a {given.layout} tensor; send a dense one (tensor.to_dense())", name)
     else:
         raise RequestError(
-            f"{name} is {abbreviate(type(given).__name__)}, expected a numpy array or a torch tensor", name
+            f"{name} is {abbreviate(type(given).__name__)}, expected a numpy array or a torch tensor; "
+            "over HTTP, a file as base64",
+            name,
         )
     _check(shape, dtype, size, name)
     if array is None:
@@ -69,10 +116,9 @@ def read_embeds(given: object, size: int) -> np.ndarray:
     return embeds
 
 
-def _decoded(given: EncodedEmbeds) -> np.ndarray:
-    name = given.name
+def _decoded(text: str, name: str) -> np.ndarray:
     try:
-        data = base64.b64decode(given.data, validate=True)
+        data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(
             f"{name}: not valid base64; send a safetensors file, or what torch.save writes, as base64", name

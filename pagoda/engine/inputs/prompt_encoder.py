@@ -11,12 +11,12 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.base.text import check_encodable
-from pagoda.core.request import PLACEHOLDER_ID, MediaItem
+from pagoda.core.request import PLACEHOLDER_ID, MediaItem, PromptEmbeds
 from pagoda.engine.images.source import images_of_prompt
 from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.infill import Infill, InfillWriter
 from pagoda.engine.inputs.input_limits import InputLimits, SourceFacts
-from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
+from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, check_embeds_are_on, read_embeds
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.models.base import check_finite
@@ -26,23 +26,23 @@ from pagoda.models.base import check_finite
 class EncodedPrompt:
     """A prompt as the model reads it, not yet validated.
 
-    embeds: float32 [n, hidden], of the first n positions; their token ids are placeholders. None: all are tokens.
+    embeds: in place of some tokens; None: all are tokens.
     name: what errors call it.   media: encoder inputs, with their features; EngineCore checks whether the model reads
     them.   encoder_len: their tokens, if the model is an encoder-decoder, else 0.
     """
 
     token_ids: Sequence[int] | np.ndarray
-    embeds: np.ndarray | None = None
+    embeds: PromptEmbeds | None = None
     name: str = "prompt"
     media: tuple[MediaItem, ...] = ()
     encoder_len: int = 0
 
-    def cut_to(self, num_tokens: int, side: str) -> np.ndarray | None:
+    def cut_to(self, num_tokens: int, side: str) -> PromptEmbeds | None:
         """Return the embeddings that remain if `num_tokens` positions do.   side: see `PromptEncoder.checked_ids`."""
         if self.embeds is None:
             return None
-        remaining = self.embeds[:num_tokens] if side == "right" else self.embeds[len(self.token_ids) - num_tokens :]
-        return remaining if len(remaining) else None
+        start = 0 if side == "right" else len(self.token_ids) - num_tokens
+        return self.embeds.within(start, start + num_tokens) or None
 
 
 class PromptEncoder:
@@ -62,17 +62,18 @@ class PromptEncoder:
             return self._read_with_images(prompt, add_special_tokens)
         if not isinstance(prompt, Mapping) or "prompt_embeds" not in prompt:
             media = prompt.get("media", ()) if isinstance(prompt, Mapping) else ()
+            embeds: PromptEmbeds | None = prompt.get("embeds") if isinstance(prompt, Mapping) else None
             check_finite(media)
             token_ids = self.token_ids_of(prompt, add_special_tokens, keep)
             if self._limits.source is not None:
                 return self._as_source(token_ids, self._limits.source)
-            return EncodedPrompt(token_ids, media=media)
-        size = self._limits.embeds_size
-        if not size:
-            raise RequestError("prompt embeddings are off on this engine: set enable_prompt_embeds", "prompt_embeds")
+            if embeds is not None and keep is not None:
+                embeds = embeds.within(0, keep) or None
+            return EncodedPrompt(token_ids, embeds, media=media)
         given = prompt["prompt_embeds"]
-        embeds = read_embeds(given, size)[:keep]
         name = given.name if isinstance(given, EncodedEmbeds) else "prompt_embeds"
+        check_embeds_are_on(self._limits.embeds_size, name)
+        embeds = PromptEmbeds.of_first(read_embeds(given, self._limits.embeds_size, name)[:keep])
         return EncodedPrompt(np.full(len(embeds), PLACEHOLDER_ID, np.int32), embeds, name)
 
     def _infill_ids(self, gap: Infill) -> list[int]:

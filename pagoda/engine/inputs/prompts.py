@@ -5,7 +5,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
-from pagoda.core.request import MediaItem
+from pagoda.core.request import MediaItem, PromptEmbeds
 from pagoda.engine.inputs.infill import Infill
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
 
@@ -28,12 +28,13 @@ class TextPrompt(TypedDict):
 class TokensPrompt(TypedDict):
     """A prompt as token ids, in an object; `prompt` is its text, for display only.
 
-    media: the images of a rendered conversation.
+    media, embeds: the images and the embeddings of a rendered conversation.
     """
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     media: NotRequired[tuple[MediaItem, ...]]
+    embeds: NotRequired[PromptEmbeds | None]
 
 
 class EmbedsPrompt(TypedDict):

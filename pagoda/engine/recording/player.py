@@ -11,7 +11,7 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import LoraRef, MediaItem, Pin, Request, RequestKey, RequestStatus
+from pagoda.core.request import LoraRef, MediaItem, Pin, PromptEmbeds, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import MASKED_LOGPROB, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.recording.compare import StepComparison
@@ -114,7 +114,9 @@ class Player:
         else:
             pooling = msgspec.convert(line["pooling"] or {}, PoolingParams, strict=False)
         if line["embeds"] is not None:
-            embeds = np.array(line["embeds"], np.float32)[:, None]
+            embeds = PromptEmbeds.of_first(np.array(line["embeds"], np.float32)[:, None])
+            if (positions := line.get("embeds_at")) is not None:  # which early recordings lack
+                embeds = PromptEmbeds(np.array(positions, np.int32), embeds.values)
         return Request(
             label,
             np.array(self._tokens(line["prompt"]), np.int32),

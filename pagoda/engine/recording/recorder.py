@@ -101,7 +101,7 @@ class RecordingScheduler:
         self._num_requests += 1
         label = self._labels[request.key] = f"r{self._num_requests}"
         prompt, prior = self._texts.add(label, request)
-        name = self._texts.name
+        name, embeds = self._texts.name, request.prompt_embeds
         self._write(
             "add",
             id=label,
@@ -120,7 +120,8 @@ class RecordingScheduler:
             pin=None if request.pin is None else [request.pin.ttl_s, name(request.pin.owner) or ""],
             media=[[name(item.content_hash), item.offset, item.length] for item in request.media],
             encoder_len=request.encoder_len,
-            embeds=None if request.prompt_embeds is None else self._texts.vectors(request.prompt_embeds),
+            embeds=None if embeds is None else self._texts.vectors(embeds.values),
+            embeds_at=None if embeds is None else embeds.positions.tolist(),
         )
 
     def _sampling_of(self, request: Request) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """The values that a chat template is rendered with: messages and tools, validated and in the form templates expect."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
@@ -36,6 +36,20 @@ class CallForm:
 DEFAULT_CALLS = CallForm()
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 """Templates read the reasoning of earlier turns under any of these names; clients send what they were given."""
+
+
+def map_parts(messages: Sequence[Any], change: Callable[[str, Any], Any]) -> Sequence[Any]:
+    """Return the messages with `change(name, part)` in place of each part of their contents, which errors call `name`.
+
+    Messages of an unexpected form stay as they are.
+    """
+    changed: list[Any] = list(messages)
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            parts = [change(f"messages[{index}].content[{at}]", part) for at, part in enumerate(content)]
+            changed[index] = {**message, "content": parts}
+    return changed
 
 
 def template_values(

@@ -72,6 +72,10 @@ class SpecialMarks:
         """Return a string that callers cannot guess and that is not the mark of any special token."""
         return f"{_OPEN}{self._nonce}{secrets.token_hex(4)}x{_CLOSE}"
 
+    def numbered(self, number: int) -> str:
+        """Return such a string for something that a conversation has in a place, the same for the same number."""
+        return f"{_OPEN}{self._nonce}n{number}x{_CLOSE}"
+
     @property
     def texts(self) -> Iterable[str]:
         return self._mark_of.keys()

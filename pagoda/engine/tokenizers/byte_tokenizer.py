@@ -34,7 +34,10 @@ class ByteTokenizer:
     def encode_marked(
         self, text: str, add_special_tokens: bool = False, known: Sequence[Sequence[int]] = ()
     ) -> list[int]:
-        return self.encode(text)  # its template writes no special tokens, so nothing is known of its messages
+        first, *others = map(self.encode, text.split(self.facts.marks.slot))
+        for some, after in zip(known, others, strict=True):
+            first += [*some, *after]
+        return first
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in token_ids if not (skip_special_tokens and i >= BOS))

@@ -13,6 +13,7 @@ from pagoda.base.outputs import CompletionOutput, Logprob
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.answers.chat_answers import text_of_content
 from pagoda.engine.images.source import take_images
+from pagoda.engine.inputs.prompt_embeds import take_embeds
 from pagoda.server.body import Body, Flag, NumTop, OrDefault, TokenCount, one_of
 from pagoda.server.conversation import Conversation, Messages, Tools, check_chat, check_named
 from pagoda.server.dialects.openai import (
@@ -140,7 +141,7 @@ class BatchChatRequest(ChatCompletionRequest, kw_only=True, frozen=True):
         limits.check_lists_of_prompts(self, self.num_prompts)
         limits.check("messages", sum(map(len, self.messages)), "messages")
         together = [message for messages in self.messages for message in messages]
-        limits.check_chat(together, None, None, None)
+        limits.check_chat(take_embeds(together)[0], None, None, None)
         if take_images(together)[1]:
             raise RequestError("messages: conversations of a batch have no images; send each on its own", "messages")
         neutral = {"n": (None, 1), "stream": (False,), "tools": (None, []), "use_beam_search": (False,)}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagoda.assembly.engine_setup import resolve_engine
@@ -43,7 +44,7 @@ Tools: {{ tools | tojson }}<|im_end|>
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> InputProcessor:
     file: Path = tmp_path_factory.mktemp("template") / "template.jinja"
     file.write_text(TEMPLATE)
-    options = {"distributed_executor_backend": "fake", "chat_template": str(file)}
+    options = {"distributed_executor_backend": "fake", "chat_template": str(file), "enable_prompt_embeds": True}
     return build_input_processor(resolve_engine(EngineConfig.from_options(**options)))
 
 
@@ -254,3 +255,30 @@ def test_text_between_calls_has_its_place() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert not are_same(f"a{call}b", f"ab{call}", FORM)
     assert are_same(f"a {call}\n{call}", f"a{call}{call}\n", FORM)
+
+
+def test_messages_after_embeddings_are_found(inputs: InputProcessor) -> None:
+    """Their slots and those of embeddings stand for what belongs there, in the order of the text."""
+    chat, rng = Chat(inputs, False), random.Random(1)
+    size = inputs.limits.embeds_size
+
+    def ask(count: int) -> None:
+        values = np.full((count, size), count, np.float32)
+        parts = [{"type": "text", "text": "See"}, {"type": "prompt_embeds", "data": values}]
+        chat.messages.append({"role": "user", "content": parts})
+
+    chat.messages.clear()
+    for count in (3, 5):
+        ask(count)
+        chat.answer(split_at_random(rng, inputs, f"It is {count} degrees, and it will rain."))
+        chat.messages.append({"role": "assistant", "content": f"It is {count} degrees, and it will rain."})
+    ask(2)
+    assert chat.num_cached() == len(chat.computed)
+    embeds = chat.prompt().embeds
+    assert embeds is not None
+    assert embeds.values[:, 0].tolist() == [3] * 3 + [5] * 5 + [2] * 2
+    places, token_ids = embeds.positions.tolist(), chat.prompt().token_ids
+    for first, count in ((0, 3), (3, 5), (8, 2)):
+        begin = places[first]
+        assert places[first : first + count] == list(range(begin, begin + count))
+        assert inputs.tokenizer.decode(token_ids[:begin], False).endswith("user\nSee\n")
