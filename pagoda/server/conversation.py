@@ -36,6 +36,7 @@ class Conversation:
     """A conversation, as the template gets it.
 
     tools: what may be called, as OpenAI's API writes them; none if nothing may.   is_forced: the answer is a call.
+    input_grammars: by a tool's name: see `Tool.input_grammar`.
     only_tool: the one that must be called.   is_parallel: there may be several calls.
     chat_template: a text, or a name of one of the model's; None: the model's own.   template_kwargs: more variables.
     thinking: how much the model thinks first, where `template_kwargs` say nothing else.
@@ -46,6 +47,7 @@ class Conversation:
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    input_grammars: Mapping[str, str] = field(default_factory=dict[str, str])
     is_forced: bool = False
     only_tool: str | None = None
     is_parallel: bool = True

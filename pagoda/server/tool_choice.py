@@ -79,10 +79,10 @@ class ToolUse:
         form = self._format
         if form is None or not self.has_grammar(params):
             return params
-        functions, only = self.functions, self.conversation.only_tool
+        functions, only, grammars = self.functions, self.conversation.only_tool, self.conversation.input_grammars
         tools = [
-            Tool(function["name"], function.get("parameters"), f"tools[{i}].function.parameters")
-            for i, function in enumerate(functions)
+            Tool(one["name"], one.get("parameters"), f"tools[{i}].function.parameters", grammars.get(one["name"], ""))
+            for i, one in enumerate(functions)
         ]
         most = MAX_CALLS if self.conversation.is_parallel and only is None else 1
         if only is not None:

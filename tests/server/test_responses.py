@@ -306,8 +306,8 @@ def test_tools_that_cannot_be_served_are_refused_by_name() -> None:
         r"tools\[0\]: this server does not run MCP servers": item("mcp", server_label="x"),
         r"tools\[0\].name: is required": item("function"),
         r"tools\[0\].tools\[0\]: expected type function or custom": item("namespace", tools=[item("mcp")]),
-        r"tools\[0\].format.definition: this grammar cannot be enforced: the rule 'start' contains itself": item(
-            "custom", name="c", format=item("grammar", syntax="lark", definition='start: "(" start ")" | "x"')
+        r"tools\[0\].format.definition: this grammar cannot be enforced: there is no rule 'x'": item(
+            "custom", name="c", format=item("grammar", syntax="lark", definition="start: x")
         ),
         r"tools\[0\].format: expected type text, or grammar": item("custom", name="c", format=item("other")),
     }.items():
@@ -329,6 +329,7 @@ def test_the_input_of_a_custom_tool_follows_its_grammar_while_it_is_sampled(fake
     for syntax, definition, expression in (
         ("lark", SIGNED, r'\n?([+-]["\\a-cü]{1,4}\n){1,3}\*\*\* End'),
         ("regex", '[A-F]{3}-"[0-9]{2}"', '[A-F]{3}-"[0-9]{2}"'),
+        ("lark", 'start: "<" start? ">"\n%ignore "\\n"', r"\s*(?:<\s*)+(?:>\s*)+"),  # a rule that contains itself
     ):
         form = item("grammar", syntax=syntax, definition=definition)
         asked: dict[str, Any] = {"tools": [item("custom", name="c", format=form)], "max_output_tokens": 300}
@@ -338,6 +339,7 @@ def test_the_input_of_a_custom_tool_follows_its_grammar_while_it_is_sampled(fake
             (call,) = whole["output"]
             assert call.items() >= {"type": "custom_tool_call", "name": "c"}.items()
             assert re.fullmatch(expression, call["input"]), call["input"]
+            assert call["input"].count("<") == call["input"].count(">")
             inputs.add(call["input"])
     assert len(inputs) > 4
 

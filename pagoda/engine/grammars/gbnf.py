@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from pagoda.engine.grammars.gbnf_lexing import split_terminals
-from pagoda.engine.grammars.gbnf_tree import Group, Item, ItemKind, Node, Repeat
+from pagoda.engine.grammars.gbnf_tree import Group, Item, ItemKind, Node, Ranges, Repeat
 
 _DEFINITION = re.compile(r"([\w-]+)\s*::=")
 _SPACE = re.compile(r"(?:\s|#[^\r\n]*)*")
@@ -28,13 +28,16 @@ _ITEM = re.compile(
 )
 _CHAR = re.compile(r'\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[tnr\\"\[\]]|[^\\]', re.DOTALL)
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r"}
-_LAST_CHAR = 0x10FFFF
+LAST_CHAR = 0x10FFFF
 _MAX_DEPTH = 100
 _MAX_REPEATS = 4  # of one another, as in "a"?+
 
 
-def gbnf_to_lark(text: str) -> str:
-    """Return the grammar. Raises ValueError, with the line, for what is not GBNF."""
+def gbnf_to_lark(text: str, start: str = "start", suffix: str = "") -> str:
+    """Return the grammar. Raises ValueError, with the line, for what is not GBNF.
+
+    start: the name of its first rule.   suffix: of the names of all others.
+    """
     rules: dict[str, _Rule] = {}
     at = _SPACE.match(text).end()  # type: ignore[union-attr]  # it may be empty
     while at < len(text):
@@ -53,12 +56,12 @@ def gbnf_to_lark(text: str) -> str:
                 raise _error(text, place, f"there is no rule named {name!r:.80}")
     bodies = {name: rule.body for name, rule in rules.items()}
     regular, spelled = split_terminals(bodies, _regular(rules))
-    called = {name: f"R{i}" if name in regular else f"r{i}" for i, name in enumerate(rules)}
+    called = {name: f"R{i}{suffix.upper()}" if name in regular else f"r{i}{suffix}" for i, name in enumerate(rules)}
     written = (
         f"{called[name]}: {_written_choices(rule.body.choices, called, () if name in regular else spelled)}"
         for name, rule in rules.items()
     )
-    return "\n".join([f"start: {called['root']}", *written])
+    return "\n".join([f"{start}: {called['root']}", *written])
 
 
 def _error(text: str, at: int, what: str) -> ValueError:
@@ -159,7 +162,7 @@ class _Rule:
         if kind == "token":
             self.has_tokens = True
             return Item(ItemKind.TOKEN, f"<[^{text[3:]}" if text[0] == "!" else text)
-        return Item(ItemKind.CHARS, "/(?s:.)/", ((0, _LAST_CHAR),))
+        return Item(ItemKind.CHARS, "/(?s:.)/", ((0, LAST_CHAR),))
 
     def _chars(self, text: str, place: int) -> list[str]:
         """Return the characters that a text with escapes stands for."""
@@ -201,11 +204,11 @@ class _Rule:
             ranges.append((ord(low), ord(high)))
             at += 1
         written = "".join(f"\\u{{{low:x}}}-\\u{{{high:x}}}" for low, high in ranges)
-        given_ranges = _others(ranges) if is_negated else tuple(ranges)
+        given_ranges = other_chars(ranges) if is_negated else tuple(ranges)
         return Item(ItemKind.CHARS, f"/[{'^' if is_negated else ''}{written}]/", given_ranges)
 
 
-def _others(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def other_chars(ranges: list[tuple[int, int]]) -> Ranges:
     """Return the ranges of the characters that are in none of `ranges`."""
     found: list[tuple[int, int]] = []
     begin = 0
@@ -213,7 +216,7 @@ def _others(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         if low > begin:
             found.append((begin, low - 1))
         begin = max(begin, high + 1)
-    return (*found, (begin, _LAST_CHAR)) if begin <= _LAST_CHAR else tuple(found)
+    return (*found, (begin, LAST_CHAR)) if begin <= LAST_CHAR else tuple(found)
 
 
 def _regular(rules: Mapping[str, _Rule]) -> list[str]:

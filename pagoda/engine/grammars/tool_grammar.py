@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagoda.base.errors import RequestError
+from pagoda.engine.grammars.gbnf import gbnf_to_lark
 from pagoda.engine.grammars.grammar_text import JsonStyle, json_rule, literal, rewritten_rule
 from pagoda.engine.grammars.json_schema import Schema, rewrite_properties
 
@@ -24,6 +25,7 @@ _OPENING = frozenset(
 """Keywords of an object by which it may have, or need, properties that it does not list."""
 
 
+_INPUT = '{"input": '
 _TYPES = (
     ("properties", dict, "an object of schemas"),
     ("required", list, "a list of strings"),
@@ -37,12 +39,15 @@ class Tool:
     """A function that a model may call.
 
     parameters: JSON schema of its arguments, or None for no arguments.   field: of the request, for errors.
+    input_grammar: in GBNF, of the text that its only argument, `input`, is, as it is written in JSON; "": the schema
+        says all.
     Raises RequestError for keywords of a wrong type that are read here; the library checks the others.
     """
 
     name: str
     parameters: dict[str, Any] | None
     field: str = "tools"
+    input_grammar: str = ""
 
     def __post_init__(self) -> None:
         given = self.parameters or {}
@@ -65,12 +70,25 @@ class Tool:
             return schema
         return {**schema, "additionalProperties": False} if all(name in properties for name in required) else schema
 
-    def arguments_rule(self, is_free: bool) -> str:
-        """Return the body of a rule for the arguments' object. is_free: any object will do.
+    def arguments_rules(self, i: int, is_free: bool) -> list[str]:
+        """Return rule `arguments{i}`, the arguments' object, and what it needs.   is_free: any object will do.
 
         Raises RequestError for a schema that is not supported.
         """
-        return json_rule({"type": "object"} if is_free else self.schema, self.field, JsonStyle())
+        if self.input_grammar and not is_free:
+            return [f'arguments{i}: {literal(_INPUT)} input{i} "}}"', *self.input_rules(i)]
+        return [f"arguments{i}: {json_rule({'type': 'object'} if is_free else self.schema, self.field, JsonStyle())}"]
+
+    def input_rules(self, i: int) -> list[str]:
+        """Return rule `input{i}`, a string in JSON that follows `input_grammar`, and what it needs.
+
+        Raises RequestError for a grammar that is too deep.
+        """
+        try:
+            rules = gbnf_to_lark(self.input_grammar, f"text{i}", f"x{i}")
+        except ValueError as error:
+            raise RequestError(f"{self.field}: this grammar cannot be enforced: {error}", self.field) from None
+        return [rf'input{i}: "\"" text{i} "\""', rules]
 
 
 class CallRules(Protocol):
@@ -92,7 +110,7 @@ class JsonCall:
         begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments_key}": '
         return [
             f"tool{i}: {literal(begin)} arguments{i} {literal('}')}",
-            f"arguments{i}: {tool.arguments_rule(is_free)}",
+            *tool.arguments_rules(i, is_free),
         ]
 
 
@@ -109,7 +127,7 @@ class NamedCall:
         end = f" {literal(self.after_arguments)}" if self.after_arguments else ""
         return [
             f"tool{i}: {literal(tool.name + self.after_name)} arguments{i}{end}",
-            f"arguments{i}: {tool.arguments_rule(is_free)}",
+            *tool.arguments_rules(i, is_free),
         ]
 
 
@@ -146,6 +164,8 @@ class PythonCall:
             own = [re.sub(r"python_\w+|PYTHON_\w+", rf"\g<0>{i}", rule) for rule in _ANY_VALUE]
             pair = f'PYTHON_NAME{i} "=" python_value{i}'
             return [f'tool{i}: {literal(tool.name + "(")} ({pair} (", " {pair})*)? ")"', *own]
+        if tool.input_grammar:
+            return [f"tool{i}: {literal(f'{tool.name}(input=')} input{i} {literal(')')}", *tool.input_rules(i)]
         properties = _properties(tool)
         required = tool.schema.get("required", [])
         rules: list[str] = []

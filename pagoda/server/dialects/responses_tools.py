@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from pagoda.base.errors import RequestError
 from pagoda.base.text import encodable, is_encodable
-from pagoda.engine.grammars.lark_regex import regex_of_lark
+from pagoda.engine.grammars.lark_json import lark_in_json
 from pagoda.server.body import Body, Name, OrDefault, one_of
 from pagoda.server.dialects.transcript import function_tool
 
@@ -95,14 +95,15 @@ class ResponsesTools:
     """The tools of a request.
 
     functions: as templates read them. A custom tool is a function with one argument, `input`; the name of a tool in a
-    namespace begins with that one's.   named: what the names of these stand for.   kept: those of the request that are
-    served, as they were sent.
+    namespace begins with that one's.   named: what the names of these stand for.   grammars: by these names, of the
+    inputs of custom tools in Lark's syntax.   kept: those of the request that are served, as they were sent.
     """
 
     def __init__(self, given: Sequence[ResponsesTool]) -> None:
         """Raises RequestError for tools that neither are served nor may be left out."""
         self.functions: list[dict[str, Any]] = []
         self.named: dict[str, CallerTool] = {}
+        self.grammars: dict[str, str] = {}
         self._own_names: dict[tuple[str, str | None], str] = {}  # by the caller's name and namespace
         self.kept: list[dict[str, Any]] = []
         for index, tool in enumerate(given):
@@ -144,9 +145,31 @@ class ResponsesTools:
             tool.name, namespace, is_custom, place + (".format" if is_custom else ".parameters")
         )
         if is_custom:
-            self.functions.append(_custom_function(tool, name, about or "", place))
+            self.functions.append(self._custom_function(tool, name, about or "", f"{place}.format"))
         else:
             self.functions.append(function_tool(name, tool.parameters, about, tool.strict))
+
+    def _custom_function(self, tool: ResponsesTool, name: str, about: str, place: str) -> dict[str, Any]:
+        """Return a custom tool as a function.   place: of its form. Raises RequestError if that cannot be enforced."""
+        form, schema = tool.format or CustomFormat("text"), dict[str, Any](type="string")
+        about = f"{about}\n\nThe argument `input` is the whole text.".lstrip()
+        match form:
+            case CustomFormat(type="text"):
+                pass
+            case CustomFormat(type="grammar", syntax="regex", definition=str(expression)) if expression:
+                schema["pattern"] = f"^(?:{expression})$"
+            case CustomFormat(type="grammar", syntax="lark", definition=str(grammar)) if grammar:
+                about = f"{about} It follows this grammar, in Lark's syntax:\n{grammar}"
+                try:
+                    self.grammars[name] = lark_in_json(grammar)
+                except ValueError as error:
+                    text = f"{place}.definition: this grammar cannot be enforced: {error}"
+                    raise RequestError(text, place) from None
+            case _:
+                text = f"{place}: expected type text, or grammar with a definition in syntax lark or regex"
+                raise RequestError(text, place)
+        parameters = {"type": "object", "properties": {"input": schema}, "required": ["input"]}
+        return function_tool(name, parameters, about, None if form.type == "text" else True)
 
 
 def _shown(tool: ResponsesTool) -> dict[str, Any]:
@@ -155,31 +178,6 @@ def _shown(tool: ResponsesTool) -> dict[str, Any]:
     if tool.tools is not None:
         given["tools"] = [_shown(inner) for inner in tool.tools]
     return dict.fromkeys(("description", "parameters", "strict") if tool.type == "function" else ()) | given
-
-
-def _custom_function(tool: ResponsesTool, name: str, about: str, place: str) -> dict[str, Any]:
-    form = tool.format or CustomFormat("text")
-    schema: dict[str, Any] = {"type": "string"}
-    about = f"{about}\n\nThe argument `input` is the whole text.".lstrip()
-    if form.type != "text":
-        schema["pattern"] = _pattern(form, f"{place}.format")
-        if form.syntax == "lark":
-            about = f"{about} It follows this grammar, in Lark's syntax:\n{form.definition}"
-    parameters = {"type": "object", "properties": {"input": schema}, "required": ["input"]}
-    return function_tool(name, parameters, about, True if "pattern" in schema else None)
-
-
-def _pattern(form: CustomFormat, place: str) -> str:
-    """Return the regular expression that a text of this form matches. Raises RequestError if there is none."""
-    if form.type != "grammar" or form.syntax not in ("lark", "regex") or not form.definition:
-        raise RequestError(f"{place}: expected type text, or grammar with a definition in syntax lark or regex", place)
-    expression = form.definition
-    if form.syntax == "lark":
-        try:
-            expression = regex_of_lark(form.definition)
-        except ValueError as error:
-            raise RequestError(f"{place}.definition: this grammar cannot be enforced: {error}", place) from None
-    return f"^(?:{expression})$"
 
 
 class CustomInput:
@@ -254,7 +252,7 @@ def chosen(choice: str | ResponsesToolChoice | None, tools: ResponsesTools) -> M
         only = _found(tools, choice.name, choice.namespace, "tool_choice")
     if is_forced and not functions:
         raise RequestError("tool_choice: needs tools", "tool_choice")
-    return {"tools": functions, "is_forced": is_forced, "only_tool": only}
+    return {"tools": functions, "input_grammars": tools.grammars, "is_forced": is_forced, "only_tool": only}
 
 
 def _found(tools: ResponsesTools, name: Any, namespace: Any, place: str) -> str:
