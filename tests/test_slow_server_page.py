@@ -13,7 +13,7 @@ from pagoda.core.request import AdmitKind, Reason, RequestStatus
 from pagoda.engine.chrome_trace import ChromeTrace
 from pagoda.metrics.prometheus import REJECTION_REASONS
 from pagoda.server.dialects.openai import Timings
-from pagoda.server.event_words import in_words
+from pagoda.server.event_words import in_timeline, in_words
 from pagoda.server.prefix_misses import PrefixMiss
 from pagoda.server.seen_requests import OtherRequests, RequestList, RequestTimeline, TimelineEntry
 
@@ -86,7 +86,8 @@ def test_its_words_are_those_of_events() -> None:
     timeline = [one["what"] for quote in quotes() for one in objects(quote) if "at_ms" in one]
     assert len(timeline) > 30
     ends = {"arrived", "ended: length", "ended: stop", "ended: abort"}
-    assert {plain(what) for what in timeline} <= said | ends
+    entries = {plain(what) for event in SAMPLES if (what := in_timeline(event, lambda *_: "cmpl-y")) is not None}
+    assert {plain(what) for what in timeline} <= entries | ends
     rows = [one["reason"] for quote in quotes() for one in objects(quote) if one.get("reason")]
     assert len(rows) >= 4
     for reason in rows:
@@ -97,7 +98,7 @@ def test_its_words_are_those_of_events() -> None:
 
 def test_its_trace_is_what_a_trace_has() -> None:
     trace = ChromeTrace(0.0)
-    trace.begin_with(0, 8, "cmpl-y", True)
+    trace.begin_with(0, 8, "cmpl-y", events.FirstToken(1, 0.0, 0, 8, 5))
     for event in SAMPLES:
         trace.add(event)
     made = [(one["ph"], plain(one["name"])) for one in trace.written(1.0)["traceEvents"]]

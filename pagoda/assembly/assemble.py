@@ -18,6 +18,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
 from pagoda.base.redact import settings_without_secrets
+from pagoda.base.speculative_config import SpeculativeConfig
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.state import Preparations
@@ -286,7 +287,7 @@ def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:
 
 def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
     """Log what has started, one fact per line."""
-    scheduler = setup.config.scheduler
+    scheduler, drafting = setup.config.scheduler, setup.drafting
     dtype = resolve_quantization(setup.files, setup.config.model.quantization) or setup.dtype
     logger.info(
         "model: %s (%s), weights in %s, computed in %s by %s kernels on %s, loaded in %.1f s",
@@ -303,13 +304,20 @@ def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
     else:
         _log_cache(setup, capacity)
     logger.info(
-        "scheduler: %s, %s, up to %d sequences and %d tokens per step, prefix caching %s",
+        "scheduler: %s, %s, up to %d sequences and %d tokens per step, prefix caching %s, preemption: %s, drafts: %s",
         scheduler.scheduling_mode.value,
         scheduler.scheduling_policy.value,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
         "on" if setup.config.cache.enable_prefix_caching else "off",
+        scheduler.preemption_mode.value,
+        "none" if drafting is None else _length_of_drafts(drafting.config),
     )
+
+
+def _length_of_drafts(config: SpeculativeConfig) -> str:
+    most = "up to " if config.adaptive else ""
+    return f"{config.method}, {most}{config.num_speculative_tokens} tokens per sequence"
 
 
 def _log_cache(setup: EngineSetup, capacity: KVCapacity) -> None:

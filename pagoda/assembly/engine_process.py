@@ -47,8 +47,7 @@ class EngineServer:
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0
         self._num_handled = 0
-        self._num_steps = 0
-        self._step_s = 0.0
+        self._calls_s = 0.0  # in the engine core's `step`
         self._loading: dict[int, tuple[LoraRef, Future[Any]]] = {}  # by call id
 
     def run(self) -> None:
@@ -67,8 +66,7 @@ class EngineServer:
             self._drain()
             began_s = core.now()
             of_step = core.step()
-            self._step_s += core.now() - began_s
-            self._num_steps += 1
+            self._calls_s += core.now() - began_s
             for client_index, outputs in of_step.items():
                 stats = self._make_stats() if outputs.ends or self._is_time_for_stats() else None
                 self._send(wire.StepOutputs(client_index, outputs, core.strip.take_step_tokens(), stats))
@@ -150,11 +148,14 @@ class EngineServer:
 
     def _make_stats(self) -> wire.EngineStats:
         self._stats_at = time.monotonic()
+        read, dropped = self._core.adapter_counts()
         return wire.EngineStats(
             **dataclasses.asdict(self._core.make_stats()),
-            num_steps=self._num_steps,
-            step_s=self._step_s,
+            num_steps=self._core.strip.num_steps,
+            step_s=self._calls_s - self._core.idle_s,
             scheduler_s=self._core.scheduler_s,
+            adapters_read=read,
+            adapters_dropped=dropped,
             at_s=self._stats_at,
         )
 

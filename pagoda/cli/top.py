@@ -16,7 +16,7 @@ from pagoda.cli.remote import ServerConnection
 
 _MOST_ROWS = 1000
 _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^}]*\})? ([0-9.eE+-]+|NaN)$", re.MULTILINE)
-_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+_GAUGES = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
 _COUNTERS = ("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total")
 _TIMES = ("time_to_first_token_seconds", "inter_token_latency_seconds")
 
@@ -96,14 +96,14 @@ def lines_of(now: Look, before: Look) -> list[str]:
         count = more(f"{name}_count")
         return f"{more(f'{name}_sum') / count * 1e3:,.1f} ms" if count else "-"
 
-    running, waiting, usage = (values.get(name, 0.0) for name in _GAUGES)
+    running, waiting, swapped, usage = (values.get(name, 0.0) for name in _GAUGES)
     prompt, output, preempted = (more(name) / seconds for name in _COUNTERS)
     first, gap = map(mean, _TIMES)
     lines = [
         f"{human_count(output)} output and {human_count(prompt)} prompt tokens/s; "
         f"first token {first}, between two {gap}",
-        f"{human_count(running)} running, {human_count(waiting)} waiting; KV cache {usage:.1%} full; "
-        f"{preempted:.1f} preemptions/s",
+        f"{human_count(running)} running, {human_count(waiting)} waiting, {human_count(swapped)} swapped; "
+        f"KV cache {usage:.1%} full; {preempted:.1f} preemptions/s",
     ]
     if now.requests is None:
         return [*lines, "requests: this server has no /requests"]

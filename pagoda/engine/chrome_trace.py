@@ -64,9 +64,10 @@ class ChromeTrace:
         self._name("process_name", self._requests, 0, f"requests{of}")
         self._name("thread_name", self._steps, 1, "steps")
 
-    def begin_with(self, client: int, handle: int, name: str, is_running: bool) -> None:
-        """Add a request that is there already."""
-        self._track(client, handle, name, "runs" if is_running else "waits")
+    def begin_with(self, client: int, handle: int, name: str, last: ClientEvent | None) -> None:
+        """Add a request that is there already.   last: what happened to it last, None if the engine has not seen it."""
+        phase = "waits: the engine to see it" if last is None else _phase_since(last) or "runs"
+        self._track(client, handle, name, phase)
 
     def add_step(self, note: StepNote) -> None:
         """Add a step that has ended. One that ended before the trace began is ignored."""
@@ -76,7 +77,7 @@ class ChromeTrace:
             self._num_left_out += max(0, note.number - self._last_number - 1)
         self._last_number = note.number
         begin_us = self._us(note.began_s)
-        tokens = {"prompt": note.num_prompt_tokens, "sampled": note.num_sampled}
+        tokens = {"prompt": note.num_prompt_tokens, "sampled": note.num_sampled, "drafted": note.num_drafted}
         size = {**tokens, "preempted": note.num_preempted}
         self._add(
             "X",
@@ -98,17 +99,13 @@ class ChromeTrace:
         now_us = self._us(event.time_s)
         label = event.request_id if isinstance(event, Queued) else f"request {event.handle}"
         track = self._track(event.client, event.handle, label, "")
+        if (phase := _phase_since(event)) is not None:
+            self._turn(track, phase, now_us)
         match event:
-            case Queued():
-                self._turn(track, f"waits: {Reason.TURN.value}", now_us)
-            case Held():
-                self._turn(track, f"waits: {event.reason.value}", now_us)
             case Admitted():
                 cached = {"tokens": event.num_tokens, "cached": event.num_cached or 0, "blocks": event.num_blocks}
-                self._turn(track, "runs", now_us)
                 self._mark(track, "admitted", now_us, **cached)
             case Preempted():
-                self._turn(track, "waits: preempted", now_us)
                 self._mark(track, f"preempted ({event.mode})", now_us, lost_tokens=event.lost_tokens)
                 self._arrow(track, event, now_us)
             case Ended():
@@ -124,6 +121,8 @@ class ChromeTrace:
                 self._mark(track, "first token", now_us)
             case Failed():
                 self._mark(track, "a row failed", now_us)
+            case Queued() | Held():
+                pass  # a phase, without a mark
             case Encoded() | Copied() | Pinned():
                 pass  # small, and many
 
@@ -179,6 +178,21 @@ class ChromeTrace:
         arrow = {"cat": "preempted", "id": self._first_arrow + self._num_arrows}
         for kind, track, more in (("s", victim, {}), ("f", cause, {"bp": "e"})):
             self._add(kind, "makes room for", self._requests, track.tid, now_us, **arrow, **more)
+
+
+def _phase_since(event: ClientEvent) -> str | None:
+    """Return what a request does from an event on; None if the event does not say so."""
+    match event:
+        case Queued():
+            return f"waits: {Reason.TURN.value}"
+        case Held():
+            return f"waits: {event.reason.value}"
+        case Admitted():
+            return "runs"
+        case Preempted():
+            return "waits: preempted"
+        case _:
+            return None
 
 
 def joined(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class EngineCore:
         self._executor = executor
         self.scheduler_s = 0.0
         """Seconds that planning and committing steps have taken."""
+        self.idle_s = 0.0
+        """Seconds of calls of `step` in which nothing ran: all requests waited for a grammar, an adapter or a copy."""
         self._clock = clock
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
@@ -155,6 +157,7 @@ class EngineCore:
                 outputs = self._scheduler.update_from_output(output, None)
                 if not outputs and self._preparations is not None:
                     self._preparations.wait(_PREPARATION_WAIT_S)
+                self.idle_s += self._clock.now() - began_s
                 return self._with_time(outputs)
             if not output.is_empty and self._may_schedule():
                 return {}
@@ -206,6 +209,11 @@ class EngineCore:
     def end_load_adapter(self, lora: LoraRef, loaded: "Future[Any]") -> None:
         """Wait for what `begin_load_adapter` returned. Raises RequestError if the adapter cannot be used."""
         self._require_adapters().end_load(lora, loaded)
+
+    def adapter_counts(self) -> tuple[int, int]:
+        """Return how many LoRA adapters were read from disk, and how many were dropped for others."""
+        known = self._preparations
+        return (known.num_adapters_read, known.num_adapters_dropped) if known is not None else (0, 0)
 
     def unload_adapter(self, lora: LoraRef) -> None:
         """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""

@@ -31,8 +31,18 @@ class ExecutorPreparations:
         self.takes_adapters = max_adapters > 0
         self._grammars = _PreparedItems[str](executor, "prepare_grammar", "drop_grammar", limit, lambda text: text)
         self._adapters = _PreparedItems[LoraRef](
-            executor, "load_adapter", "unload_adapter", max_adapters, lambda lora: lora.identity
+            executor, "load_adapter", "unload_adapter", max_adapters, lambda lora: lora.identity, self._on_replaced
         )
+        self._max_adapters, self.num_adapters_dropped = max_adapters, 0
+
+    @property
+    def num_adapters_read(self) -> int:
+        return self._adapters.num_begun
+
+    def _on_replaced(self, dropped: LoraRef, other: LoraRef) -> None:
+        self.num_adapters_dropped += 1
+        text = "the adapter %s was dropped from memory for %s (max_cpu_loras is %d); its next request reads it again"
+        logger.info(text, dropped.name, other.name, self._max_adapters)
 
     def begin(self, request: Request) -> None:
         """Begin to compile the grammar of a request that is queued, if there is room."""
@@ -96,15 +106,25 @@ class ExecutorPreparations:
 class _PreparedItems(Generic[T]):
     """What the ranks have of one kind, or prepare: at most `limit`. Those asked for least recently are dropped first.
 
-    prepare, drop: names of the calls.   key: of an item.
+    prepare, drop: names of the calls.   key: of an item.   on_replaced: called when one is dropped for another.
+    num_begun: how often one was prepared.
     pins: by key. What is pinned, still being prepared, or was prepared for a request that has not entered yet, is not
     dropped: requests that wait would take it from each other.
     """
 
-    def __init__(self, executor: Executor, prepare: str, drop: str, limit: int, key: Callable[[T], Hashable]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        prepare: str,
+        drop: str,
+        limit: int,
+        key: Callable[[T], Hashable],
+        on_replaced: Callable[[T, T], object] = lambda dropped, other: None,
+    ) -> None:
+        self.num_begun = 0
         self.pins: Counter[Hashable] = Counter()
         self._executor, self._prepare, self._drop = executor, prepare, drop
-        self._limit, self._key = limit, key
+        self._limit, self._key, self._on_replaced = limit, key, on_replaced
         self._known: OrderedDict[Hashable, tuple[T, Future[Any]]] = OrderedDict()
         self._waiting: dict[Hashable, dict[RequestKey, None]] = {}  # requests, since the item was last pinned
         self._without_room: dict[RequestKey, None] = {}  # requests, in the order in which they asked
@@ -119,13 +139,14 @@ class _PreparedItems(Generic[T]):
         if known is not None:
             self._known.move_to_end(key)
             return known[1]
-        if not self._make_room(key):
+        if not self._make_room(item):
             return None
         return self._begin(key, item)
 
     def _begin(self, key: Hashable, item: T) -> "Future[Any]":
         future = self._executor.call(self._prepare, item)
         self._known[key] = (item, future)
+        self.num_begun += 1
         self._unfinished[key] = future
         return future
 
@@ -210,9 +231,9 @@ class _PreparedItems(Generic[T]):
         They have more when loads went on at the same time, of which none could make room by dropping another.
         """
         key = self._key(item)
-        return key in self.pins or (key in self._known and self._make_room(key, self._known.keys()))
+        return key in self.pins or (key in self._known and self._make_room(item, self._known.keys()))
 
-    def _make_room(self, key: Hashable, droppable: Collection[Hashable] = ()) -> bool:
+    def _make_room(self, item: T, droppable: Collection[Hashable] = ()) -> bool:
         """Drop what is not needed until an item has room, which the ranks may have; return whether it has.
 
         droppable: keys that may be dropped although requests wait with them: otherwise two loaded items could block
@@ -220,13 +241,15 @@ class _PreparedItems(Generic[T]):
         """
         if len(self._known) + len(self.pins) < self._limit:
             return True
-        others = [(other, item, future) for other, (item, future) in self._known.items() if other != key]
+        key = self._key(item)
+        others = [(other, known, future) for other, (known, future) in self._known.items() if other != key]
         idle = [
-            item
-            for other, item, future in others
+            known
+            for other, known, future in others
             if other not in self.pins and (other in droppable or other not in self._waiting) and future.done()
         ]
         too_many = len(self._known.keys() | self.pins.keys() | {key}) - self._limit
-        for item in idle[: max(0, too_many)]:
-            self.drop(item)
+        for known in idle[: max(0, too_many)]:
+            self.drop(known)
+            self._on_replaced(known, item)
         return too_many <= len(idle)

@@ -25,7 +25,8 @@ class StepNote:
     """A step that has ended.   number: counts those that computed something, noted or not.
 
     began_s, ended_s: on the system's monotonic clock.
-    num_prompt_tokens, num_sampled: tokens of prompts that it computed, and tokens that it sampled.
+    num_prompt_tokens, num_sampled, num_drafted: tokens of prompts that it computed, sequences of which it sampled the
+    next token, and drafted tokens that it verified next to these.
     """
 
     step: int
@@ -35,6 +36,7 @@ class StepNote:
     num_prompt_tokens: int
     num_sampled: int
     num_preempted: int
+    num_drafted: int = 0
 
 
 class _Rows:
@@ -64,7 +66,7 @@ class _Rows:
 class StepStrip:
     """Submits steps to `executor`, and notes them after a look (`after`), or while `on_step` is set.
 
-    on_step: gets each step that has ended, maybe on another thread.
+    num_steps: that computed something, noted or not.   on_step: gets each step that has ended, maybe on another thread.
     recorder: gets the requests of each step; its reader also gets the steps' tokens, by `take_step_tokens`.
     """
 
@@ -76,7 +78,7 @@ class StepStrip:
         self._step_tokens: list[int] = []
         self._notes = deque[StepNote](maxlen=_MOST_STEPS)
         self._until_s = 0.0
-        self._num_steps = 0
+        self.num_steps = 0
 
     def after(self, time_s: float) -> tuple[StepNote, ...]:
         """Return the steps that have ended after a time, the last ones of many; go on noting for a while."""
@@ -93,16 +95,17 @@ class StepStrip:
             future.add_done_callback(lambda _: recorder.end_step())
         if output.is_empty:
             return future
-        number = self._num_steps = self._num_steps + 1
+        number = self.num_steps = self.num_steps + 1
         if self.on_step is not None or began_s < self._until_s:
             computed = np.minimum(output.num_new, self._rows.prompt_ends[output.rows] - output.start)
             num_prompt = int(np.maximum(computed, 0).sum())
-            sizes = (num_prompt, len(output.sample_rows), len(output.preempted))
+            num_drafted = sum(map(len, output.drafts.values()))
+            sizes = (num_prompt, len(output.sample_rows), len(output.preempted), num_drafted)
             future.add_done_callback(lambda _: self._end(output.step, number, began_s, *sizes))
         return future
 
     def take_step_tokens(self) -> tuple[int, ...]:
-        """Return the number of tokens of each step since the last call: those of prompts, and those sampled."""
+        """Return the number of tokens of each step since the last call: of prompts, sampled and drafted ones."""
         taken = tuple(self._step_tokens)
         self._step_tokens.clear()
         return taken
@@ -115,12 +118,10 @@ class StepStrip:
             self._step_tokens.append(output.total_num_scheduled_tokens + num_first)
         recorder.begin_step(self._rows.keys[output.rows])
 
-    def _end(
-        self, step: int, number: int, began_s: float, num_prompt: int, num_sampled: int, num_preempted: int
-    ) -> None:
+    def _end(self, step: int, number: int, began_s: float, *sizes: int) -> None:
         # With several steps in flight, one computes nothing before the one before it has ended.
         begun_s = max(began_s, self._notes[-1].ended_s) if self._notes else began_s
-        note = StepNote(step, number, begun_s, time.monotonic(), num_prompt, num_sampled, num_preempted)
+        note = StepNote(step, number, begun_s, time.monotonic(), *sizes)
         if (step_s := note.ended_s - begun_s) > _LONG_S:
             self._until_s += step_s
         self._notes.append(note)

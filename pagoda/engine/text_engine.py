@@ -84,9 +84,9 @@ class TextEngine:
             raise UsageError("a trace of this engine is made already; begin another one when it has ended")
         self._is_traced = True
         core = self.core
-        trace, view = ChromeTrace(core.now()), core.view()
-        for place, key in enumerate(zip(view.clients.tolist(), view.handles.tolist(), strict=True)):
-            trace.begin_with(*key, self._outputs.id_of(key[1]), place < view.num_running)
+        trace = ChromeTrace(core.now())
+        for request in self._outputs.last_events():
+            trace.begin_with(0, *request)
 
         def add(event: Event) -> None:
             if not isinstance(event, CacheEvent):

@@ -158,13 +158,16 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 class EngineStats(SchedulerStats):
     """A snapshot of the scheduler's gauges and counters; counters start at 0 with each engine process.
 
-    num_steps, step_s: steps, and the time that the engine spent in them.   scheduler_s: the scheduler's share
-    of it.   at_s: time of the snapshot, on the system's monotonic clock.
+    num_steps, step_s: steps that computed something, and the time that the engine spent in them.
+    scheduler_s: the scheduler's share of it.   at_s: time of the snapshot, on the system's monotonic clock.
+    adapters_read, adapters_dropped: LoRA adapters that were read from disk, and dropped for others (max_cpu_loras).
     """
 
     num_steps: int = 0
     step_s: float = 0.0
     scheduler_s: float = 0.0
+    adapters_read: int = 0
+    adapters_dropped: int = 0
     at_s: float = 0.0
 
     @property

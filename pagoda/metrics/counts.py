@@ -68,4 +68,4 @@ class Histogram:
 
 def tokens_per_step() -> Histogram:
     """Return what counts the tokens of each step of the engine."""
-    return Histogram("iteration_tokens_total", "Tokens per step: those of prompts, and those sampled.", _STEP_TOKENS)
+    return Histogram("iteration_tokens_total", "Tokens per step: of prompts, sampled, and drafted.", _STEP_TOKENS)

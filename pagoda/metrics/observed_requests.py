@@ -24,6 +24,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """What is known of a request.
 
     client, handle: the engine's key of it.   num_cached_tokens: None until it was looked up.   last: its last event.
+    num_draft_tokens, num_accepted_tokens: as in RequestMetrics.
     adapter: its name, "" without one.   model: the name of the one that it is a request to.
     ended_s: None until it has ended.   Times are those of time.perf_counter.
     """
@@ -35,12 +36,13 @@ class RequestRecord(msgspec.Struct, frozen=True):
     num_output_tokens: int
     num_cached_tokens: int | None
     arrived_s: float
-    has_run: bool
     last: Events = Events()
     ended_s: float | None = None
     finish_reasons: tuple[str, ...] = ()
     adapter: str = ""
     model: str = ""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class RequestDetails(msgspec.Struct, frozen=True):
@@ -108,12 +110,12 @@ class RequestObserver:
             self.num_output_tokens,
             num_cached,
             request.arrival_time_s,
-            ended_s is not None or (times is not None and times.first_scheduled_time is not None),
             Events(self.events[-1:]),
             ended_s,
             tuple(dict.fromkeys(self.finish_reasons)),
             request.lora.name if request.lora is not None else "",
             self._metrics.model_name,
+            *(() if times is None else (times.num_draft_tokens, times.num_accepted_tokens)),
         )
 
     def details(self, ended_s: float | None = None) -> RequestDetails:

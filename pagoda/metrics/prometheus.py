@@ -211,7 +211,7 @@ class ServerMetrics:
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", tokens["cached"]),
             ("generation_tokens", "Tokens generated.", tokens["output"]),
             ("engine_restarts", "Restarts of the engine process.", self._num_restarts()),
-            ("engine_steps", "Steps of the engine.", stats.num_steps),
+            ("engine_steps", "Steps of the engine that computed something.", stats.num_steps),
             ("engine_step_seconds", "Time that the engine spent in steps.", stats.step_s),
             ("engine_scheduler_seconds", "Time that planning and committing of steps took.", stats.scheduler_s),
             ("num_preemptions", "Preemptions.", stats.preemptions),
@@ -245,6 +245,9 @@ class ServerMetrics:
         yield _labelled(
             self._values, "vllm:num_requests_waiting_by_reason", for_what, "reason", waiting, GaugeMetricFamily
         )
+        loras = {"read": stats.adapters_read, "dropped": stats.adapters_dropped}
+        of_loras = "LoRA adapters that were read from disk, and that were dropped from memory for another one."
+        yield _labelled(self._values, "vllm:lora_adapter_events", of_loras, "event", loras)
         rejected = "Requests rejected by admission, by reason."
         yield _labelled(self._values, "vllm:admission_rejections", rejected, "reason", counts["refused"])
         by_position = {str(at): count for at, count in enumerate(stats.accepted_tokens_per_pos or (0,))}

@@ -318,21 +318,21 @@ class Admission:
         limits = self._limits
         if limits.max_queued_requests and self.num_waiting + place.num_requests > limits.max_queued_requests:
             full = f"the server is full: {self.num_waiting} requests wait, of {limits.max_queued_requests}"
-            return Refusal("requests", full)
+            return Refusal("requests", f"{full} (--server-limits.max-queued-requests)")
         if (
             limits.max_queued_tokens
             and self.num_tokens
             and self.num_tokens + place.num_tokens > limits.max_queued_tokens
         ):
-            return Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_queued_tokens}")
+            full = f"the server is full: {self.num_tokens} tokens of {limits.max_queued_tokens}"
+            return Refusal("tokens", f"{full} (--server-limits.max-queued-tokens)")
         return None
 
     def _check_key(self, num_requests: int, key: str) -> None:
         limits = self._limits
         if limits.max_requests_per_key and self._of_key[key] + num_requests > limits.max_requests_per_key:
-            raise Refusal(
-                "key_concurrency", f"this key has {self._of_key[key]} requests of {limits.max_requests_per_key}"
-            )
+            full = f"this key has {self._of_key[key]} requests of {limits.max_requests_per_key}"
+            raise Refusal("key_concurrency", f"{full} (--server-limits.max-requests-per-key)")
         if limits.requests_per_minute_per_key:
             self._take_from_bucket(num_requests, key)
 
@@ -344,5 +344,6 @@ class Admission:
         if level < num_requests:
             self._bucket_of_key[key] = (level, now_s)
             wait_s = math.ceil((num_requests - level) * 60 / per_minute)
-            raise Refusal("key_rate", f"this key may start {per_minute} requests per minute", wait_s)
+            rate = f"this key may start {per_minute} requests per minute"
+            raise Refusal("key_rate", f"{rate} (--server-limits.requests-per-minute-per-key)", wait_s)
         self._bucket_of_key[key] = (level - num_requests, now_s)

@@ -4,7 +4,7 @@ import time
 from importlib.metadata import version
 from typing import Any, Literal
 
-from msgspec import Struct, json
+from msgspec import UNSET, Struct, UnsetType, json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -94,6 +94,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     """A name that is served.
 
     owned_by: whose API it is; clients that look for such servers go by it.   parent: of an adapter or another name.
+    status: of the model; missing for an adapter, which the engine reads whenever a request needs it and has no copy.
     max_model_len, context_length: longest prompt and output, in tokens.   capabilities: in Ollama's words.
     """
 
@@ -108,7 +109,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     capabilities: list[str]
     architecture: ModelArchitecture
     meta: ModelMeta
-    status: ModelStatus
+    status: ModelStatus | UnsetType = UNSET
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
@@ -141,7 +142,7 @@ def card_of(model: ServedModel, name: str, created: int) -> ModelCard:
             n_params=facts.num_parameters,
             size=facts.num_bytes,
         ),
-        status=_status_of(model),
+        status=_status_of(model) if lora is None else UNSET,
     )
 
 

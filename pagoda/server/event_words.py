@@ -18,6 +18,12 @@ def needs_blocks(event: ClientEvent) -> bool:
     return isinstance(event, Held) and event.reason in _NEED_BLOCKS
 
 
+def in_timeline(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> str | None:
+    """Return what `in_words` does, for a list, no later entry of which says how a wait for blocks goes."""
+    what = in_words(event, name_of)
+    return f"{what}; it runs when others have given enough back" if what and needs_blocks(event) else what
+
+
 def in_words(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> str | None:
     """Return what an event says; None if it is nothing for people.
 

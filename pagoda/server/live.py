@@ -165,6 +165,7 @@ async def _frames(http: Request, model: ServedModel) -> AsyncGenerator[bytes, No
                 one.num_prompt_tokens,
                 one.num_sampled,
                 one.num_preempted,
+                one.num_drafted,
             )
             for one in steps
         ]
@@ -189,6 +190,7 @@ def _changes(seen: SeenRequests, sent: dict[str, list[Any]]) -> tuple[list[list[
             one.blocks,
             round(now_s - one.age_s, 1),
             one.reason,
+            one.adapter,
         ]
         for one in seen.live(now_s)
     }

@@ -45,7 +45,8 @@ async def report_load(
                 "prompt_tokens_per_s": round(prompt / interval_s, 1),
                 "output_tokens_per_s": round(output / interval_s, 1),
                 "running": stats.num_running,
-                "waiting": stats.num_waiting + stats.num_swapped,
+                "waiting": stats.num_waiting,
+                "swapped": stats.num_swapped,
                 "kv_cache_usage": round(stats.kv_usage, 3),
                 "prefix_hit_rate": round(found / looked_up, 3) if looked_up else 0.0,
             }
@@ -53,7 +54,8 @@ async def report_load(
                 fields["model"] = model
             text = ("load of {model}: " if is_one_of_several else "load: ") + (
                 "{prompt_tokens_per_s} prompt and {output_tokens_per_s} output tokens/s, {running} running, "
-                "{waiting} waiting, KV cache {kv_cache_usage:.1%} full, prefix hits {prefix_hit_rate:.1%}"
+                "{waiting} waiting, {swapped} swapped, KV cache {kv_cache_usage:.1%} full, "
+                "prefix hits {prefix_hit_rate:.1%}"
             )
             if (record := oldest()) is not None:
                 age_s = round(time.perf_counter() - record.arrived_s)

@@ -17,7 +17,7 @@ from pagoda.core.request import Reason
 from pagoda.core.view import FIRST_OWNER, SchedulerView
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.observed_requests import RequestDetails, RequestRecord
-from pagoda.server.event_words import in_words, needs_blocks
+from pagoda.server.event_words import in_timeline, in_words, needs_blocks
 from pagoda.server.prefix_misses import PrefixMiss
 
 _MOST_NAMED = 3
@@ -28,7 +28,8 @@ class SeenRequest(Struct, kw_only=True):
     """A request that has not ended, or that ended a short while ago.
 
     state: waiting, running, preempted or ended.   reason: why it waits, in words.
-    computed_tokens: tokens of its first output, and of its prompt, that have their KV.   blocks: of the KV cache.
+    computed_tokens: tokens of its first output, and of its prompt, that have their KV.   blocks: of the KV cache; of a
+        preempted request, in host memory.
     model: the model that runs it.   adapter: the LoRA adapter that it names as its model; "" for the model itself.
     """
 
@@ -76,9 +77,12 @@ class TimelineEntry(Struct, frozen=True):
 
 
 class RequestTimeline(SeenRequest, kw_only=True):
-    """prefix_miss: missing if all of the prompt was cached, or no earlier request that is known begins as it does."""
+    """draft_tokens, accepted_draft_tokens: verified for it (speculative decoding), and those that were right.
+    prefix_miss: missing if all of the prompt was cached, or no earlier request that is known begins as it does."""
 
     timeline: list[TimelineEntry]
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     prefix_miss: PrefixMiss | UnsetType = UNSET
 
 
@@ -163,13 +167,14 @@ class SeenRequests:
         """Return the timeline of one of the viewer's requests, which calls it `name`."""
         record = details.record
         timeline = self._entries(record.arrived_s, details.events)
+        drafts = {"draft_tokens": record.num_draft_tokens, "accepted_draft_tokens": record.num_accepted_tokens}
         if record.ended_s is not None:
             end_ms = round((record.ended_s - record.arrived_s) * 1e3, 1)
             timeline.append(TimelineEntry(end_ms, f"ended: {' and '.join(record.finish_reasons)}"))
-            return RequestTimeline(**_of_ended(name, record, now_s), timeline=timeline)
+            return RequestTimeline(**_of_ended(name, record, now_s), timeline=timeline, **drafts)
         seen = self._seen(name, record, self._places.get((record.client, record.handle)), now_s)
         fields = {field: getattr(seen, field) for field in seen.__struct_fields__}
-        return RequestTimeline(**fields, timeline=timeline)
+        return RequestTimeline(**fields, timeline=timeline, **drafts)
 
     def _seen(self, name: str, record: RequestRecord, place: int | None, now_s: float) -> SeenRequest:
         view, last = self._view, next(iter(record.last), None)
@@ -191,15 +196,15 @@ class SeenRequests:
             seen.computed_tokens = int(view.num_computed[place])
             seen.blocks = int(view.num_blocks[place])
         if not runs:
-            seen.reason = self._why_waiting(last, self._in_line.get((record.client, record.handle)))
+            seen.reason = self._why_waiting(last, self._in_line.get((record.client, record.handle)), record.adapter)
         elif seen.computed_tokens < seen.prompt_tokens and isinstance(last, Limited):
             seen.reason = self._in_words(last) or ""  # why its prompt is computed in small parts
         return seen
 
-    def _why_waiting(self, last: ClientEvent | None, place: int | None) -> str:
+    def _why_waiting(self, last: ClientEvent | None, place: int | None, adapter: str) -> str:
         """Return what keeps a request from running, in words; where others have its blocks, who has most.
 
-        place: in the queue; None if it is not considered now, or the view does not say.
+        place: in the queue; None if it is not considered now, or the view does not say.   adapter: its own, or "".
         """
         if not self._is_up:
             return "waits for the engine, which starts"
@@ -216,6 +221,8 @@ class SeenRequests:
         why, adapters = self._in_words(last) or "", self._stats.running_adapters
         if last.reason is Reason.BUDGET:
             return f"{why}{self._unfinished_prompts}"
+        if last.reason is Reason.ADAPTER and adapter:
+            return f"{why}: {adapter}"
         return f"{why}: {', '.join(adapters)}" if last.reason is Reason.LORA and self._sees_all and adapters else why
 
     def _why_blocks(self, last: Held) -> str:
@@ -258,13 +265,16 @@ class SeenRequests:
         return ", ".join(parts)
 
     def _in_words(self, event: ClientEvent) -> str | None:
-        return in_words(event, lambda client, handle: self._name_of_key.get((client, handle)))
+        return in_words(event, self._name_of)
+
+    def _name_of(self, client: int, handle: int) -> str | None:
+        return self._name_of_key.get((client, handle))
 
     def _entries(self, arrived_s: float, events: Events) -> list[TimelineEntry]:
         entries = [
             TimelineEntry(round((event.time_s - arrived_s) * 1e3, 1), what, event.step)
             for event in events
-            if (what := self._in_words(event)) is not None
+            if (what := in_timeline(event, self._name_of)) is not None
         ]
         return [TimelineEntry(0.0, "arrived"), *entries]
 

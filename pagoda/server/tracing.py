@@ -118,7 +118,7 @@ async def _record(state: ServerState, models: Sequence[ServedModel], seconds: fl
     trace_of = {one.model.name: one.trace for one in traced}
     for record in itertools.chain.from_iterable(running):
         if (trace := trace_of.get(record.model)) is not None:
-            trace.begin_with(record.client, record.handle, record.request_id, record.has_run)
+            trace.begin_with(record.client, record.handle, record.request_id, next(iter(record.last), None))
     with contextlib.ExitStack() as at_end:
         for one in traced:
             at_end.enter_context(one.listens())

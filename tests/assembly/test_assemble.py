@@ -17,6 +17,7 @@ from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.setting import describe_settings
+from pagoda.base.speculative_config import SpeculativeConfig
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.kernels import select
 from pagoda.loading.fetch_hub import SOURCES
@@ -206,6 +207,17 @@ def test_configs_made_by_hand_count_what_differs_from_the_defaults_as_given(mode
     assert resolve_engine(by_hand).config.scheduler.max_num_seqs == 64
 
 
+@pytest.mark.parametrize(("adaptive", "words"), [(True, "up to 3 tokens"), (False, "3 tokens")])
+def test_the_log_of_the_start_says_how_it_drafts(
+    model: Path, caplog: pytest.LogCaptureFixture, adaptive: bool, words: str
+) -> None:
+    drafts = SpeculativeConfig("ngram", num_speculative_tokens=3, adaptive=adaptive)
+    options = {"speculative_config": drafts, "distributed_executor_backend": "fake", "preemption_mode": "recompute"}
+    with caplog.at_level(logging.INFO, "pagoda"):
+        build_engine_core(config(model, num_blocks=20, max_model_len=64, **options)).shutdown()
+    assert f"preemption: recompute, drafts: ngram, {words} per sequence" in caplog.text
+
+
 def test_a_model_s_own_length_is_lowered_to_what_the_cache_holds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,6 +267,7 @@ def test_it_answers_and_logs_its_settings_once(model: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "pagoda"):
         core = build_engine_core(config(model, num_blocks=20, max_model_len=64))
     assert sum("(20 blocks of 8," in record.message for record in caplog.records) == 1
+    assert "prefix caching on, preemption: auto, drafts: none" in caplog.text
     assert (core.sizes.max_model_len, core.sizes.num_blocks, core.sizes.block_size) == (64, 20, 8)
     answers = drive(core, [request(0, [1, 5, 9], SamplingParams(temperature=0, max_tokens=5))])
     assert len(answers.tokens["r0", 0]) == 5

@@ -43,6 +43,7 @@ VLLM = """# HELP vllm:num_requests_running Number of requests in model execution
 vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 4.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_swapped{engine="0",model_name="m"} 1.0
 vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.9
 vllm:generation_tokens_total{engine="0",model_name="m"} 1.5e+06
@@ -71,7 +72,7 @@ def answering(metrics: str) -> Iterator[str]:
 def test_it_reads_vllms_metrics_of_another_server() -> None:
     with answering(VLLM) as url:
         shown = run_top("--url", url)
-    assert "7 running, 2 waiting; KV cache 90.0% full" in shown.stdout
+    assert "7 running, 2 waiting, 1 swapped; KV cache 90.0% full" in shown.stdout
     assert "no /requests" in shown.stdout
 
 

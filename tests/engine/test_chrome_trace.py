@@ -4,7 +4,18 @@ import json
 
 import pytest
 
-from pagoda.core.events import Admitted, Copied, DraftsVerified, Ended, Failed, FirstToken, Held, Preempted, Queued
+from pagoda.core.events import (
+    Admitted,
+    ClientEvent,
+    Copied,
+    DraftsVerified,
+    Ended,
+    Failed,
+    FirstToken,
+    Held,
+    Preempted,
+    Queued,
+)
 from pagoda.core.request import AdmitKind, Reason, RequestStatus
 from pagoda.engine import chrome_trace
 from pagoda.engine.chrome_trace import ChromeTrace
@@ -12,6 +23,7 @@ from pagoda.engine.step_strip import StepNote
 from tests.chrome_format import check_trace
 
 HELD = (0, True, 4, 1)
+FIRST = FirstToken(1, 9.0, 0, 7, 3)
 ENTERED = (3, 2, 2, 1, 1, 8)
 STORY = (
     Queued(1, 10.5, 0, 1, "a", 3, 1, 0),
@@ -32,11 +44,11 @@ STORY = (
 
 def traced() -> ChromeTrace:
     trace = ChromeTrace(10.0)
-    trace.begin_with(0, 7, "early", is_running=True)
+    trace.begin_with(0, 7, "early", FIRST)
     for event in STORY:
         trace.add(event)
     trace.add_step(StepNote(1, 1, 10.5, 10.75, 3, 1, 0))
-    trace.add_step(StepNote(2, 2, 10.75, 11.25, 0, 2, 1))
+    trace.add_step(StepNote(2, 2, 10.75, 11.25, 0, 2, 1, 6))
     return trace
 
 
@@ -62,8 +74,26 @@ def test_requests_are_tracks_and_an_arrow_shows_who_was_preempted_for_whom() -> 
     arrows = [(one["ph"], names[one["tid"]], one["ts"]) for one in entries if one["ph"] in "sf"]
     assert arrows == [("s", "a", 2e6), ("f", "b", 2e6)]
     steps = [(one["name"], one["args"]) for one in entries if one["ph"] == "X" and one["pid"] == 1]
-    assert steps[1] == ("step 2", {"prompt": 0, "sampled": 2, "preempted": 1})
+    assert steps[1] == ("step 2", {"prompt": 0, "sampled": 2, "drafted": 6, "preempted": 1})
     assert {one["name"] for one in entries if one["ph"] == "C"} == {"tokens of steps", "drafts"}
+
+
+@pytest.mark.parametrize(
+    ("last", "phase"),
+    [
+        (None, "waits: the engine to see it"),
+        (Queued(1, 9.0, 0, 1, "a", 3, 1, 0), "waits: its turn"),
+        (Held(1, 9.0, 0, 1, Reason.ADAPTER, *HELD), "waits: adapter not in memory (max_cpu_loras)"),
+        (Preempted(1, 9.0, 0, 1, 1, 1, "swap", 0, 1), "waits: preempted"),
+        (Admitted(1, 9.0, 0, 1, AdmitKind.NEW, *ENTERED), "runs"),
+        (FIRST, "runs"),
+    ],
+)
+def test_what_began_before_the_trace_has_its_reason(last: ClientEvent | None, phase: str) -> None:
+    trace = ChromeTrace(10.0)
+    trace.begin_with(0, 1, "a", last)
+    (slice_,) = [one for one in trace.written(12.0)["traceEvents"] if one["ph"] == "X"]
+    assert (slice_["name"], slice_["ts"], slice_["dur"]) == (phase, 0.0, 2e6)
 
 
 def test_events_from_before_the_trace_that_arrive_late_have_no_arrows_and_marks() -> None:

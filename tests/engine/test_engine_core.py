@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode
 from pagoda.base.errors import PagodaError, RequestError, WorkerDied
 from pagoda.base.sampling_params import SamplingParams, SpeechRules
 from pagoda.core.events import Admitted, Ended, FirstToken, Queued
-from pagoda.core.request import LoraRef, RequestStatus
+from pagoda.core.request import LoraRef, Reason, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.step_strip import StepNote
@@ -388,3 +389,34 @@ def test_an_adapter_that_is_loaded_or_unloaded_takes_no_events_from_clients(call
     (ended,) = core.step()[0].ends
     assert (ended.request_id, ended.status) == ("r0", RequestStatus.FINISHED_ABORTED)
     assert not core.has_unfinished_requests()
+
+
+class LoadsAdapter:
+    """Preparations that are ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+
+    def why_not_ready(self, request: Request) -> Reason | None:
+        return None if self.is_ready else Reason.ADAPTER
+
+    def take_woken(self) -> list[RequestKey]:
+        return [(0, 0)] if self.is_ready else []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def test_what_computes_nothing_is_no_step_and_takes_no_time_of_steps() -> None:
+    """Rounds while a request waits for its adapter: the time of a step would come out too low."""
+    core, loads = make_core(fake), LoadsAdapter()
+    core._preparations = core._scheduler._state.preparations = loads  # type: ignore[attr-defined,assignment]
+    core.add_request(request(0, [5, 6, 7], SamplingParams(max_tokens=3)))
+    for _ in range(5):
+        core.step()
+    idle_s = core.idle_s
+    assert (core.strip.num_steps, idle_s > 0) == (0, True)
+    loads.is_ready = True
+    while core.has_unfinished_requests():
+        core.step()
+    assert (core.strip.num_steps, core.idle_s) == (3, idle_s)

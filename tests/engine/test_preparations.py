@@ -1,5 +1,6 @@
 """What the ranks are asked to prepare and to drop, and which requests wait for it."""
 
+import logging
 from concurrent.futures import Future
 from typing import Any
 
@@ -72,7 +73,10 @@ def test_a_request_waits_for_its_grammar_then_for_its_adapter(ranks: Ranks) -> N
     assert make(ranks).why_not_ready(wants()) is None
 
 
-def test_what_was_asked_for_least_recently_makes_room_unless_a_running_request_has_it(ranks: Ranks) -> None:
+def test_what_was_asked_for_least_recently_makes_room_unless_a_running_request_has_it(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="pagoda")
     kept = make(ranks, max_adapters=2)
     for name in ("a", "b"):
         kept.why_not_ready(wants(adapter=name))
@@ -88,6 +92,14 @@ def test_what_was_asked_for_least_recently_makes_room_unless_a_running_request_h
     kept.unpin(wants(adapter="a"))
     kept.why_not_ready(wants(adapter="d"))
     assert ranks.calls[4:] == [("unload_adapter", "a"), ("load_adapter", "d")]
+    assert (kept.num_adapters_read, kept.num_adapters_dropped) == (4, 2)
+    assert [text.partition(" (")[0] for text in caplog.messages] == [
+        "the adapter b was dropped from memory for c",
+        "the adapter a was dropped from memory for d",
+    ]
+    assert "(max_cpu_loras is 2)" in caplog.text
+    kept.unload_adapter(LoraRef("d", "/d", "d"))
+    assert kept.num_adapters_dropped == 2, "it was not dropped for another one"
 
 
 def test_what_is_still_being_prepared_is_not_dropped(ranks: Ranks) -> None:

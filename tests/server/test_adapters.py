@@ -72,9 +72,9 @@ def test_adapters_of_the_settings_are_models(server: LiveServer, root: Path) -> 
     assert (cards[MODEL]["parent"], cards["start"]["parent"]) == (None, MODEL)
     assert cards["org/described"]["parent"] == "its-parent"
     assert cards["start"]["root"] == str(root / "one")
-    alone = json.loads(server.get("/v1/models/org/described")[1])
-    assert alone.pop("status")["value"] == cards["org/described"].pop("status")["value"] == "loaded"
-    assert alone == cards["org/described"]
+    assert json.loads(server.get("/v1/models/org/described")[1]) == cards["org/described"]
+    # Whether an adapter is in memory changes with each request.
+    assert [("status" in card) for card in cards.values()] == [True, False, False]
     assert len({text(server, name) for name in (None, "start", "org/described")}) == 3
     assert text(server, "start") == text(server, "start")
 

@@ -259,6 +259,16 @@ def test_the_rate_limit_of_a_key_names_the_time_to_retry() -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    "limit", ["max_queued_requests", "max_queued_tokens", "max_requests_per_key", "requests_per_minute_per_key"]
+)
+def test_a_refusal_names_the_setting_that_it_comes_from(limit: str) -> None:
+    admission = Admission(ServerLimits(**{limit: 1}), 0.0)
+    with admitted(admission, 1, 1, "a"), pytest.raises(Refusal) as caught, admitted(admission, 1, 1, "a"):
+        pass
+    assert f"(--server-limits.{limit.replace('_', '-')})" in str(caught.value)
+
+
 @pytest.mark.parametrize("queue_timeout_s", [0.0, 60.0])
 def test_a_full_server_uses_up_nothing_of_a_keys_rate(queue_timeout_s: float) -> None:
     async def main() -> None:

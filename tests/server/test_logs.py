@@ -97,14 +97,20 @@ def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixtu
         assert caplog.messages == []  # idle
         metrics.num_output_tokens += 10
         stats = EngineStats(
-            prefix_queries=8, prefix_hits=4, num_running=2, num_waiting=1, num_blocks=4, num_free_blocks=3
+            prefix_queries=8,
+            prefix_hits=4,
+            num_running=2,
+            num_waiting=1,
+            num_swapped=3,
+            num_blocks=4,
+            num_free_blocks=3,
         )
         while not caplog.messages:
             await asyncio.sleep(0.01)
         task.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 20))
-    assert caplog.messages[0].startswith("load: 0.0 prompt and 200.0 output tokens/s, 2 running, 1 waiting")
+    assert caplog.messages[0].startswith("load: 0.0 prompt and 200.0 output tokens/s, 2 running, 1 waiting, 3 swapped")
     assert caplog.messages[0].endswith("KV cache 25.0% full, prefix hits 50.0%")
 
 

@@ -330,6 +330,8 @@ def test_series_of_rare_events_exist_from_the_start(keyed_server: LiveServer) ->
     for reason in ("requests", "tokens", "media", "bodies", "key_concurrency", "key_rate"):
         series = 'vllm:admission_rejections_total{engine="0",model_name="smollm2-135m",reason="%s"} 0.0'
         assert series % reason in lines
+    for event in ("read", "dropped"):
+        assert f'vllm:lora_adapter_events_total{{engine="0",event="{event}",model_name="smollm2-135m"}} 0.0' in lines
     for reason in ("stop", "length", "abort", "error"):
         assert any(line.startswith("vllm:request_success_total") and f'"{reason}"' in line for line in lines)
 

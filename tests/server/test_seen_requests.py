@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from pagoda.base.outputs import RequestMetrics, RequestOutput
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import Admitted, ClientEvent, Events, FirstToken, Held, Preempted, Queued
-from pagoda.core.request import AdmitKind, Reason
+from pagoda.core.request import AdmitKind, Reason, Request
 from pagoda.core.view import SchedulerView
 from pagoda.engine.wire import EngineStats
-from pagoda.metrics.observed_requests import RequestRecord
+from pagoda.metrics.observed_requests import ObservedRequests, RequestObserver, RequestRecord
+from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.seen_requests import SeenRequest, SeenRequests, Viewer
 
 QUEUED = Queued(1, 0.0, 0, 2, "1/b", 9, 1, 0)
@@ -20,7 +24,7 @@ PREEMPTED = Preempted(1, 0.0, 0, 2, 0, 1, "recompute", 9, 1)
 
 
 def record(name: str, handle: int, num_prompt_tokens: int, *last: ClientEvent) -> RequestRecord:
-    return RequestRecord(name, 0, handle, num_prompt_tokens, 0, None, 0.0, False, Events(last))
+    return RequestRecord(name, 0, handle, num_prompt_tokens, 0, None, 0.0, Events(last))
 
 
 def view(*computed: int, line: tuple[int, ...] = ()) -> SchedulerView:
@@ -48,7 +52,7 @@ def see(
     [
         (None, "waiting", "waits for the engine to see it, between two steps"),
         (QUEUED, "waiting", "waits for its turn in the queue"),
-        (HELD, "waiting", "waits: max_num_seqs sequences are running"),
+        (HELD, "waiting", "waits: as many sequences run as max_num_seqs allows"),
         (ADMITTED, "running", ""),
         (FIRST, "running", ""),
         (PREEMPTED, "waiting", "preempted for 1/a: 9 tokens must be computed again, 1 block became free"),
@@ -83,9 +87,9 @@ def test_what_waits_names_the_prompts_of_the_same_key_that_fill_the_steps() -> N
         (QUEUED, (8, 9, 2), "waits for its turn in the queue: 3rd, first is another request"),
         (QUEUED, (4, 2), "waits for its turn in the queue: 2nd, first is mine"),
         (replace(HELD, reason=Reason.TURN), (4, 2), "waits for its turn in the queue: 2nd, first is mine"),
-        (HELD, (2, 4), "waits: max_num_seqs sequences are running"),
+        (HELD, (2, 4), "waits: as many sequences run as max_num_seqs allows"),
         (HELD, (4, 2), "waits for its turn in the queue: 2nd, first is mine"),  # what it was held for when it was first
-        (replace(HELD, reason=Reason.LORA), (4, 2), "waits: max_loras adapters are in the batch"),
+        (replace(HELD, reason=Reason.LORA), (4, 2), "waits: as many adapters are in the batch as max_loras allows"),
         (replace(HELD, reason=Reason.GRAMMAR), (4,), "waits: grammar not compiled yet"),
         (
             PREEMPTED,
@@ -113,8 +117,34 @@ def test_what_waits_for_blocks_is_told_how_many_are_free_now() -> None:
 
 def test_who_sees_all_is_told_which_adapters_are_in_the_batch() -> None:
     records, stats = [record("1/b", 2, 9, replace(HELD, reason=Reason.LORA))], EngineStats(running_adapters=("x", "y"))
-    assert see(records, view(5), key="", stats=stats).reason == "waits: max_loras adapters are in the batch: x, y"
-    assert see(records, view(5), stats=stats).reason == "waits: max_loras adapters are in the batch"
+    words = "waits: as many adapters are in the batch as max_loras allows"
+    assert see(records, view(5), key="", stats=stats).reason == f"{words}: x, y"
+    assert see(records, view(5), stats=stats).reason == words
+
+
+def test_what_waits_for_its_adapter_names_it() -> None:
+    waits = structs.replace(record("1/b", 2, 9, replace(HELD, reason=Reason.ADAPTER)), adapter="clerk")
+    assert see([waits], view(5)).reason == "waits: adapter not in memory (max_cpu_loras): clerk"
+
+
+def test_a_timeline_says_what_ends_a_wait_for_blocks_and_what_came_of_drafts() -> None:
+    """Its entries stay as they are written; only the reason of the moment counts the free blocks again."""
+    metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
+    observed = ObservedRequests(metrics)
+    with RequestObserver(observed, Request("1/b", np.ones(9, np.int32), SamplingParams(), handle=2)) as one:
+        one.add_event(replace(HELD, reason=Reason.BLOCKS, num_blocks=9))
+        one.on_delta(RequestOutput("1/b", metrics=RequestMetrics(num_draft_tokens=8, num_accepted_tokens=3)), 0.5)
+        details = one.details()
+    seen = SeenRequests(Viewer("1/"), [details.record], view(5), EngineStats(num_free_blocks=7), is_up=True)
+    shown = seen.timeline("b", details, 1.0)
+    assert (
+        shown.timeline[-1].what
+        == "waits for 4 blocks: it takes 9, 5 are free; it runs when others have given enough back"
+    )
+    assert shown.reason == "waits for 2 blocks: it takes 9, 7 are free; held by 1 other request"
+    assert (shown.draft_tokens, shown.accepted_draft_tokens) == (8, 3)
+    ended = seen.timeline("b", observed.ended[-1], 1.0)
+    assert (ended.state, ended.draft_tokens, ended.accepted_draft_tokens) == ("ended", 8, 3)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import codecs
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,9 +68,10 @@ class OutputProcessor:
         """Return the handles of requests; ignore unknown ids."""
         return [self._by_id[request_id].request.handle for request_id in request_ids if request_id in self._by_id]
 
-    def id_of(self, handle: int) -> str:
-        """Return the id of an unfinished request."""
-        return self._by_handle[handle].request.request_id
+    def last_events(self) -> Iterator[tuple[int, str, Queued | Held | Admitted | Preempted | None]]:
+        """Iterate over unfinished requests: the handle, the id, and the last event that says if it waits."""
+        for handle, state in self._by_handle.items():
+            yield handle, state.request.request_id, state.last
 
     def open(
         self, request: Request, kind: OutputKind, prompt: str | None = None, sent_s: float | None = None
@@ -217,6 +218,7 @@ class _OpenRequest:
         self.scheduler_began_s = 0.0
         self._waits_for, self._waits_since_s = ADMISSION, request.arrival_time_s
         self._preempted_s: float | None = None  # since when it waits to run again
+        self.last: Queued | Held | Admitted | Preempted | None = None
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
         self._cut_short: str | None = None  # why a sequence ended before its time
@@ -229,6 +231,7 @@ class _OpenRequest:
 
     def note(self, event: Queued | Held | Admitted | Preempted) -> None:
         """Record what the request waited for, and when it ran. What was before its first step is not changed later."""
+        self.last = event
         metrics, is_new = self.metrics, self.metrics.first_scheduled_time is None
         if is_new:
             self._end_wait(event.time_s)

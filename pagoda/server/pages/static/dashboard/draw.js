@@ -48,7 +48,7 @@ export function drawLines(canvas, lines, most, format) {
   context.fillText(format(top), 2, 10);
 }
 
-// steps: [number, began, ended, prompt tokens, sampled tokens, preempted], the last one at the right edge.
+// steps: [number, began, ended, prompt tokens, sampled tokens, preempted, drafted], the last one at the right edge.
 export function drawSteps(canvas, steps, seconds) {
   const { context, width, height } = prepare(canvas);
   context.strokeStyle = colour("line");

@@ -33,13 +33,15 @@ function fillRow(row, item) {
     }
   }
   const numbers = [item.prompt, item.output, item.cached, item.blocks].map(count);
-  const texts = ["", item.id, item.state, item.why, ...numbers, age(last.now - item.arrived)];
+  const name = item.adapter ? `${item.id} (${item.adapter})` : item.id;
+  const texts = ["", name, item.state, item.why, ...numbers, age(last.now - item.arrived)];
   row.dataset.state = item.state;
   texts.forEach((text, index) => {
     if (row.children[index].textContent !== text) row.children[index].textContent = text;
   });
-  row.children[1].title = item.id;
+  row.children[1].title = name;
   row.children[3].title = item.why;
+  row.children[7].title = item.state === "preempted" ? "in host memory" : "";
   row.children[0].style.background = item.blocks ? colourOf(item.id) : "";
 }
 
@@ -58,8 +60,8 @@ function onFirst(first) {
 }
 
 function onFrame(frame) {
-  for (const [id, state, prompt, computed, output, cached, blocks, arrived, why] of frame.requests) {
-    requests.set(id, { id, state, prompt, computed, output, cached, blocks, arrived, why });
+  for (const [id, state, prompt, computed, output, cached, blocks, arrived, why, adapter] of frame.requests) {
+    requests.set(id, { id, state, prompt, computed, output, cached, blocks, arrived, why, adapter });
   }
   for (const id of frame.gone) requests.delete(id);
   steps = [...steps, ...frame.steps].slice(-1024);
@@ -69,6 +71,7 @@ function onFrame(frame) {
   lost = "";
   addPoints(frames[0], frame);
   draw();
+  refreshDetail();
 }
 
 // Each counter starts at 0 again with a new process: less than before is nothing known.
@@ -124,7 +127,8 @@ function draw() {
   byId("now-host").textContent = `${count(frame.free_host_blocks)} blocks are free for the KV of preempted requests`;
   const step = steps.at(-1), before = steps.at(-2);
   byId("now-steps").textContent = step
-    ? `last: ${step[3]} prompt and ${step[4]} output tokens in ${time(step[2] - step[1])}` +
+    ? `last: ${step[3]} prompt and ${step[4]} output tokens` + (step[6] ? `, ${step[6]} drafted ones` : "") +
+      ` in ${time(step[2] - step[1])}` +
       (before ? `, ${time(Math.max(0, step[1] - before[2]))} after the one before` : "")
     : "none since this page was opened";
   const used = frame.blocks - frame.free_blocks;
@@ -155,31 +159,43 @@ function showEngine(state, text) {
   if (shown.textContent !== text) shown.textContent = text;
 }
 
-let detailId = null;
+let detail = null;  // the request that is shown, and whether its answer is awaited or was the last one
 
-async function showDetail(item) {
-  detailId = item.id;
+function showDetail(item) {
+  detail = { id: item.id, isAsked: false, hasEnded: false };
   byId("detail-id").textContent = item.id;
   for (const id of ["detail-why", "detail-miss", "detail-facts", "detail-timeline"]) byId(id).replaceChildren();
   if (!byId("detail").open) byId("detail").showModal();
-  const path = item.id.split("/").map(encodeURIComponent).join("/");
-  const response = await fetch(`requests/${path}`, { headers: headers() });
-  const found = await response.json();
-  if (detailId !== item.id) return;
+  refreshDetail();
+}
+
+// Called with each frame, too: what is shown is as new as the list, until the request has ended.
+async function refreshDetail() {
+  const shown = detail;
+  if (!shown || shown.isAsked || shown.hasEnded || !byId("detail").open) return;
+  shown.isAsked = true;
+  const path = shown.id.split("/").map(encodeURIComponent).join("/");
+  const [response, found] = await fetch(`requests/${path}`, { headers: headers() })
+    .then(async (answer) => [answer, await answer.json()]).catch(() => [null, null]);
+  shown.isAsked = false;
+  if (!response || detail !== shown) return;  // without an answer, the next frame asks again
+  shown.hasEnded = response.status === 404 || found.state === "ended";
   byId("detail-why").textContent = response.ok ? found.reason : found.error.message;
   byId("detail-miss").hidden = !found.prefix_miss;
   if (!response.ok) return;
   if (found.prefix_miss) byId("detail-miss").textContent = `Prefix cache: ${found.prefix_miss.what}`;
   const facts = { state: found.state, "prompt tokens": found.prompt_tokens, "of them cached": found.cached_tokens,
-    "output tokens": found.output_tokens, "computed tokens": found.computed_tokens, blocks: found.blocks };
-  for (const [name, value] of Object.entries(facts)) {
-    byId("detail-facts").append(element("dt", name), element("dd", typeof value === "number" ? count(value) : value));
-  }
-  for (const entry of found.timeline) {
+    "output tokens": found.output_tokens, "computed tokens": found.computed_tokens };
+  facts[found.state === "preempted" ? "blocks in host memory" : "blocks"] = found.blocks;
+  if (found.adapter) facts.adapter = found.adapter;
+  if (found.draft_tokens) facts["drafted tokens, and right ones"] = `${found.draft_tokens}, ${found.accepted_draft_tokens}`;
+  byId("detail-facts").replaceChildren(...Object.entries(facts).flatMap(([name, value]) =>
+    [element("dt", name), element("dd", typeof value === "number" ? count(value) : value)]));
+  byId("detail-timeline").replaceChildren(...found.timeline.map((entry) => {
     const line = document.createElement("li");
     line.append(element("time", time(entry.at_ms / 1e3)), element("span", entry.what));
-    byId("detail-timeline").append(line);
-  }
+    return line;
+  }));
 }
 
 const element = (kind, text) => Object.assign(document.createElement(kind), { textContent: text });
