@@ -167,14 +167,19 @@ class SeenRequests:
         """Return the timeline of one of the viewer's requests, which calls it `name`."""
         record = details.record
         timeline = self._entries(record.arrived_s, details.events)
-        drafts = {"draft_tokens": record.num_draft_tokens, "accepted_draft_tokens": record.num_accepted_tokens}
         if record.ended_s is not None:
             end_ms = round((record.ended_s - record.arrived_s) * 1e3, 1)
             timeline.append(TimelineEntry(end_ms, f"ended: {' and '.join(record.finish_reasons)}"))
-            return RequestTimeline(**_of_ended(name, record, now_s), timeline=timeline, **drafts)
-        seen = self._seen(name, record, self._places.get((record.client, record.handle)), now_s)
-        fields = {field: getattr(seen, field) for field in seen.__struct_fields__}
-        return RequestTimeline(**fields, timeline=timeline, **drafts)
+            fields = _of_ended(name, record, now_s)
+        else:
+            seen = self._seen(name, record, self._places.get((record.client, record.handle)), now_s)
+            fields = {field: getattr(seen, field) for field in seen.__struct_fields__}
+        return RequestTimeline(
+            **fields,
+            timeline=timeline,
+            draft_tokens=record.num_draft_tokens,
+            accepted_draft_tokens=record.num_accepted_tokens,
+        )
 
     def _seen(self, name: str, record: RequestRecord, place: int | None, now_s: float) -> SeenRequest:
         view, last = self._view, next(iter(record.last), None)
