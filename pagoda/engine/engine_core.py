@@ -77,7 +77,7 @@ class EngineCore:
         self.scheduler_s = 0.0
         """Seconds that planning and committing steps have taken."""
         self.idle_s = 0.0
-        """Seconds of calls of `step` in which nothing ran: all requests waited for a grammar, an adapter or a copy."""
+        """Seconds that `step` waited because all requests did, for a grammar or an adapter."""
         self._clock = clock
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
@@ -150,14 +150,15 @@ class EngineCore:
         if self._may_schedule() and (self._scheduler.has_unfinished_requests() or not in_flight):
             began_s = self._clock.now()
             output = self._scheduler.schedule()
-            self.scheduler_s += self._clock.now() - began_s
+            planned_s = self._clock.now()
+            self.scheduler_s += planned_s - began_s
             if not output.is_empty or output.has_events:
                 in_flight.append(_InFlight(output, self.strip.submit(output)))
             elif not in_flight:
                 outputs = self._scheduler.update_from_output(output, None)
                 if not outputs and self._preparations is not None:
                     self._preparations.wait(_PREPARATION_WAIT_S)
-                self.idle_s += self._clock.now() - began_s
+                self.idle_s += self._clock.now() - planned_s
                 return self._with_time(outputs)
             if not output.is_empty and self._may_schedule():
                 return {}

@@ -220,7 +220,9 @@ async def list_slots(http: Request) -> Response:
 
 
 class StudioModel(Struct, frozen=True, kw_only=True):
-    """type: llm, vlm or embeddings.   compatibility_type: the format of its files."""
+    """type: llm, vlm or embeddings.   compatibility_type: the format of its files.
+    state: of the model itself, also where the name is that of an adapter.
+    """
 
     id: str
     object: Literal["model"] = "model"

@@ -78,7 +78,9 @@ class TimelineEntry(Struct, frozen=True):
 
 class RequestTimeline(SeenRequest, kw_only=True):
     """draft_tokens, accepted_draft_tokens: verified for it (speculative decoding), and those that were right.
-    prefix_miss: missing if all of the prompt was cached, or no earlier request that is known begins as it does."""
+    prefix_miss: missing if all whole blocks before the last token were cached, or no earlier request that is known
+        begins as it does.
+    """
 
     timeline: list[TimelineEntry]
     draft_tokens: int = 0

@@ -1,6 +1,7 @@
 """The files of all pages; the dashboard, and what a browser makes of it."""
 
 import http.client
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -98,6 +99,8 @@ def test_it_is_used_from_the_keyboard(page: Page, fake_server: LiveServer) -> No
         assert page.text("#detail-id") == "cmpl-second"
         assert "first token" in page.text("#detail-timeline")
         assert page.run("document.querySelector('#detail-miss').hidden")
+        shown = json.dumps(page.run("document.querySelector('#detail-facts').innerText"))
+        page.wait(f"document.querySelector('#detail-facts').innerText != {shown}")  # it is no snapshot
         page.press("Escape")
         page.wait("!document.querySelector('#detail').open")
     assert page.problems == []
