@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.compare import circumstances
-from pagoda.kernels.linear.forms import IQ4, MXFP4, Q4, Q4_MIN, Q4_ZERO, Q5, Q5_MIN, Q6, Q8, Offset, WeightForm
+from pagoda.kernels.linear.forms import GGUF_TYPES, Q4, Q4_ZERO, Q8, Offset, WeightFormat
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native import library
 from pagoda.kernels.native.huge_pages import huge_zeros
@@ -28,20 +28,13 @@ SHAPES = {
     "1B": {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)},
     "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
 }
-FORMS: dict[str, tuple[WeightForm, int] | torch.dtype] = {
+_GGUF = ("Q8_0", "Q6_K", "Q5_0", "Q5_K", "Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "MXFP4")
+FORMS: dict[str, WeightFormat | torch.dtype] = {
     "bf16": torch.bfloat16,
-    "int8": (Q8, 64),
-    "Q8_0": (Q8, 32),
-    "Q6_K": (Q6, 16),
-    "Q5_0": (Q5, 32),
-    "Q5_K": (Q5_MIN, 32),
-    "Q4_0": (Q4, 32),
-    "Q4_1": (Q4_MIN, 32),
-    "Q4_K": (Q4_MIN, 32),
-    "IQ4_NL": (IQ4, 32),
-    "MXFP4": (MXFP4, 32),
-    "AWQ": (Q4_ZERO, 32),
-    "GPTQ": (Q4, 32),
+    "int8": WeightFormat(Q8, 64),
+    **{name: GGUF_TYPES[name] for name in _GGUF},
+    "AWQ": WeightFormat(Q4_ZERO, 32),
+    "GPTQ": WeightFormat(Q4, 32),
 }
 """What the native kernels hold; several names of one form are one row of the table."""
 _LEAST_BYTES = 256 << 20
@@ -76,13 +69,15 @@ def prepare(ops: NativeOps, name: str, shape: tuple[int, int], copies: int) -> l
     if isinstance(form, torch.dtype):
         weight = torch.randn(shape).to(form)
         return [ops.prepare_linear(weight) for _ in range(copies)]
-    kind, group = form
-    rows, columns = shape
+    kind, (rows, columns) = form.form, shape
     codes = torch.randint(0, 1 << kind.bits, shape, dtype=torch.uint8)
-    scales = torch.full((rows, columns // group), 2**-7)
+    scales, units = torch.full((rows, columns // (kind.sub_group or form.group)), 2**-7), None
+    if kind.sub_group:
+        scales = torch.full_like(scales, 9, dtype=torch.uint8)
+        units = torch.full((rows, columns // form.group, 2 if kind.offset is Offset.MINIMUM else 1), 2**-10).half()
     zero_points = torch.full_like(scales, 7, dtype=torch.uint8)
     offsets = {Offset.MINIMUM: scales, Offset.ZERO_POINT: zero_points}.get(kind.offset)
-    coded = QuantizedWeight(kind, codes, scales, offsets, columns, group)
+    coded = QuantizedWeight(kind, codes, scales, offsets, columns, form.group, units=units)
     return [ops.prepare_quantized_linear(coded, torch.bfloat16) for _ in range(copies)]
 
 

@@ -28,7 +28,8 @@ GGUFType: TypeAlias = GGMLQuantizationType
 class _Blocks:
     """n blocks of m values in g groups: scale * (code - zero), scale * level, or with minima scale * code + minimum.
 
-    codes: uint8 [n, m].   scales, minima: float32 [n, g].   zero: of all codes.   levels: by code.
+    codes: uint8 [n, m].   scales, minima: [n, g].   zero: of all codes.   levels: by code.
+    units: float32 [n, 1], or with minima 2: what scales and minima are multiplied with, where those are integers.
     """
 
     codes: torch.Tensor
@@ -36,16 +37,24 @@ class _Blocks:
     minima: torch.Tensor | None = None
     zero: int = 0
     levels: tuple[int, ...] = ()
+    units: torch.Tensor | None = None
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return scales and minima, multiplied with what they count."""
+        if self.units is None:
+            return self.scales, self.minima
+        return self.scales * self.units[:, :1], None if self.minima is None else self.minima * self.units[:, 1:]
 
     def values(self) -> torch.Tensor:
         """float32 [n, m]."""
+        scales, minima = self.factors()
         values = torch.tensor(self.levels).float()[self.codes.int()] if self.levels else self.codes.float()
-        values = values.unflatten(1, (self.scales.shape[1], -1))
+        values = values.unflatten(1, (scales.shape[1], -1))
         if self.zero:
             values.sub_(self.zero)
-        values.mul_(self.scales.unsqueeze(-1))
-        if self.minima is not None:
-            values.add_(self.minima.unsqueeze(-1))
+        values.mul_(scales.unsqueeze(-1))
+        if minima is not None:
+            values.add_(minima.unsqueeze(-1))
         return values.flatten(1)
 
 
@@ -81,14 +90,19 @@ def read_codes(data: memoryview, kind: GGUFType, rows: int, columns: int) -> Qua
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     pieces = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes).split(_CODE_PIECE // block_values)
     found = [_READERS[kind](piece) for piece in pieces]
-    groups = columns // held.group
     codes = torch.cat([blocks.codes for blocks in found]).view(rows, columns)
     if held.form.offset is Offset.MIDDLE and not held.form.levels:
         codes += held.form.middle - found[0].zero
-    scales = torch.cat([blocks.scales for blocks in found]).view(rows, groups)
+    factors = [(blocks.scales, blocks.minima) if held.form.sub_group else blocks.factors() for blocks in found]
+    scales = torch.cat([of for of, _ in factors]).view(rows, -1)
+    minima = [of for _, of in factors if of is not None]
+    offsets = torch.cat(minima).view(rows, -1) if minima else None
+    if held.form.sub_group:
+        units = torch.cat([blocks.units for blocks in found if blocks.units is not None]).half()
+        units = units.view(rows, columns // held.group, -1)
+        return QuantizedWeight(held.form, codes, scales, offsets, columns, held.group, units=units)
     scales = scales.half() if held.form.scale_bits == 16 else scales
-    minima = [blocks.minima for blocks in found if blocks.minima is not None]
-    offsets = torch.cat(minima).half().view(rows, groups) if minima else None
+    offsets = None if offsets is None else offsets.half()
     return QuantizedWeight(held.form, codes, scales, offsets, columns, held.group)
 
 
@@ -115,13 +129,13 @@ def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1) << 4
 
 
-def _k_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and minimum of each 32 values of a K block: float32 [n, 8]."""
-    scale, least = _scale_and_minimum(blocks)
-    low, middle, high = blocks[:, 4:16].split(4, dim=1)  # of 6 bits each
+def _k_blocks(blocks: torch.Tensor, codes: torch.Tensor) -> _Blocks:
+    """Return K blocks of these codes, with a scale and a minimum, of 6 bits each, per 32 values."""
+    low, middle, high = blocks[:, 4:16].split(4, dim=1)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 2) & 48)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 2) & 48)), dim=1)
-    return scale * scales, -(least * minima)
+    units = _halves(blocks, 0, 4) * torch.tensor((1.0, -1.0))  # what minima count is taken off
+    return _Blocks(codes, scales, minima, units=units)
 
 
 def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
@@ -152,13 +166,13 @@ def _q8_0(blocks: torch.Tensor) -> _Blocks:
 
 
 def _q4_k(blocks: torch.Tensor) -> _Blocks:
-    return _Blocks(_k_nibbles(blocks[:, 16:]).flatten(1), *_k_factors(blocks))
+    return _k_blocks(blocks, _k_nibbles(blocks[:, 16:]).flatten(1))
 
 
 def _q5_k(blocks: torch.Tensor) -> _Blocks:
     shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
     fifth = ((blocks[:, 16:48].unsqueeze(1) >> shifts) & 1) << 4
-    return _Blocks((_k_nibbles(blocks[:, 48:]) | fifth).flatten(1), *_k_factors(blocks))
+    return _k_blocks(blocks, (_k_nibbles(blocks[:, 48:]) | fifth).flatten(1))
 
 
 def _q6_k(blocks: torch.Tensor) -> _Blocks:
@@ -166,8 +180,8 @@ def _q6_k(blocks: torch.Tensor) -> _Blocks:
     low = torch.cat((low & 15, low >> 4), dim=2).view(-1, 2, 4, 32)
     shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
     high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3) << 4
-    scales = _halves(blocks, 208, 210) * blocks[:, 192:208].view(torch.int8)
-    return _Blocks((low | high).view(-1, 256), scales, zero=32)
+    scales, unit = blocks[:, 192:208].contiguous().view(torch.int8), _halves(blocks, 208, 210)
+    return _Blocks((low | high).view(-1, 256), scales, zero=32, units=unit)
 
 
 def _k_pairs(packed: torch.Tensor) -> torch.Tensor:

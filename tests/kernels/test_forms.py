@@ -12,7 +12,7 @@ from pagoda.kernels.linear.forms import (
     NATIVE_FORMS,
     ONLINE_FORMS,
     Q4_ZERO,
-    Q6,
+    Q6_K,
     Q8,
     Offset,
     WeightFormat,
@@ -36,7 +36,7 @@ def test_every_setting_is_made_while_loading_or_of_a_checkpoint() -> None:
 def test_what_the_native_kernels_hold() -> None:
     assert WeightFormat(Q8, 64).native() == WeightFormat(Q8, 64)
     assert WeightFormat(Q4_ZERO, 128).native() == WeightFormat(Q4_ZERO, 32)
-    assert WeightFormat(Q6, 16).native() == WeightFormat(Q6, 16)
+    assert WeightFormat(Q6_K, 256).native() == WeightFormat(Q6_K, 256)
     assert WeightFormat(BFLOAT16).native() == WeightFormat(BFLOAT16)
     with pytest.raises(ValueError, match=r"Q8 in groups of 48 have no native kernel \(groups: 32 or 64\)"):
         WeightFormat(Q8, 48).native()

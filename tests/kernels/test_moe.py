@@ -9,11 +9,12 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import MXFP4, Q4, Q4_MIN
+from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, Q4, Q4_MIN
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, scales_of
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
+from tests.kernels.random_codes import random_codes
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 1e-5, BF16: 2e-2, F16: 2e-3}
@@ -160,7 +161,10 @@ def test_groups_that_do_not_fit_are_refused(native: NativeOps) -> None:
 
 
 def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:
-    """8-bit codes of `weight`, or 4-bit ones drawn at random, as a GGUF has them."""
+    """8-bit codes of `weight`, or others drawn at random, as a GGUF has them."""
+    if kind in GGUF_TYPES:
+        torch.manual_seed(seed)
+        return random_codes(GGUF_TYPES[kind], *weight.shape)
     if kind.startswith("q8"):
         return quantize(weight, 32 if kind == "q8_32" else 64)
     generator = torch.Generator().manual_seed(seed)
@@ -175,7 +179,7 @@ def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:
     return QuantizedWeight(Q4 if minima is None else Q4_MIN, drawn, scales, minima, in_features, 32)
 
 
-@pytest.mark.parametrize("kind", ["q8", "q8_32", "q4", "q4_min", "mxfp4"])
+@pytest.mark.parametrize("kind", ["q8", "q8_32", "q4", "q4_min", "mxfp4", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize(("hidden", "inner"), [(96, 64), (100, 33)])
 def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: str, hidden: int, inner: int) -> None:
     """Quantised weights have no reference of their own: an expert alone is the linear layers it is made of."""
@@ -199,7 +203,7 @@ def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: s
     torch.testing.assert_close(got.float(), want, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("kind", [F32, BF16, F16, "q8", "q4_min", "mxfp4"], ids=str)
+@pytest.mark.parametrize("kind", [F32, BF16, F16, "q8", "q4_min", "mxfp4", "Q5_K", "Q6_K"], ids=str)
 @pytest.mark.parametrize("inner", [64, 33], ids=["fused gate", "gate of its own"])
 def test_a_tokens_bits_are_its_own(native: NativeOps, kind: torch.dtype | str, inner: int) -> None:
     """Alone, in any batch, at any place in it, on any number of threads."""

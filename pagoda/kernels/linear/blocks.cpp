@@ -12,6 +12,7 @@ constexpr int MOST_VALUES = 256, MOST_GROUPS = 16;
 struct Codes {
     uint8_t codes[MOST_VALUES];
     uint16_t scales[MOST_GROUPS], offsets[MOST_GROUPS];  // float16, or scales as exponents
+    uint8_t integers[16];  // of forms that have them, of which `scales` begins with what they count
 };
 
 inline uint16_t word_at(const uint8_t* p) {
@@ -79,17 +80,9 @@ void mxfp4_pairs(const uint8_t* block, Codes& to, int group) {
 // ---- blocks of 256 values ----
 
 void k_factors(const uint8_t* block, Codes& to) {
-    float scale = half_at(block), least = half_at(block + 2);
-    float scales[MOST_GROUPS] = {}, minima[MOST_GROUPS] = {};
-    const uint8_t *low = block + 4, *middle = block + 8, *high = block + 12;
-    for (int i = 0; i < 4; i++) {
-        scales[i] = scale * static_cast<float>(low[i] & 63);
-        minima[i] = -(least * static_cast<float>(middle[i] & 63));
-        scales[4 + i] = scale * static_cast<float>((high[i] & 15) | (low[i] >> 2 & 48));
-        minima[4 + i] = -(least * static_cast<float>((high[i] >> 4) | (middle[i] >> 2 & 48)));
-    }
-    store_halves(scales, to.scales);
-    store_halves(minima, to.offsets);
+    to.scales[0] = word_at(block);
+    to.scales[1] = word_at(block + 2) ^ 0x8000;  // what minima count is taken off
+    memcpy(to.integers, block + 4, 12);
 }
 void q4_k(const uint8_t* block, Codes& to, int) {
     k_factors(block, to);
@@ -105,9 +98,8 @@ void q5_k(const uint8_t* block, Codes& to, int) {
         }
 }
 void q6_k(const uint8_t* block, Codes& to, int) {
-    float scale = half_at(block + 208), scales[MOST_GROUPS];
-    for (int i = 0; i < 16; i++) scales[i] = scale * static_cast<float>(static_cast<int8_t>(block[192 + i]));
-    store_halves(scales, to.scales);
+    to.scales[0] = word_at(block + 208);
+    memcpy(to.integers, block + 192, 16);
     for (int half = 0; half < 2; half++)
         for (int i = 0; i < 32; i++) {
             uint8_t first = block[64 * half + i], second = block[64 * half + 32 + i], high = block[128 + 32 * half + i];
@@ -198,9 +190,8 @@ Row row_of(const BlockRows* piece, int64_t row) {
 PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRows* pieces, int32_t threads) {
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
-    int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
-    int64_t scales = scales_bytes(w.kind);
-    bool has_exponents = WEIGHT_FORMS[w.kind].scale_bits == 8;
+    int64_t record = quantized_record_bytes(w.kind, w.group);
+    bool has_integers = WEIGHT_FORMS[w.kind].sub_group != 0;
     int64_t step = w.in_features % MOST_VALUES == 0 ? MOST_VALUES : 32;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
     on_owners(w, threads, 0, panels, [&](int64_t p, int64_t end) {
@@ -213,14 +204,12 @@ PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRow
             for (int64_t begin = 0; begin < w.in_features; begin += step) {
                 for (int c = 0; c < columns; c++) rows[c].next(step, codes[c]);
                 for (int64_t g = 0; g < step / w.group; g++, at += record) {
-                    auto *shared = reinterpret_cast<uint16_t*>(at), *offsets = reinterpret_cast<uint16_t*>(at + scales);
-                    if (has_exponents)
-                        for (int c = 0; c < PANEL; c++) at[c] = static_cast<uint8_t>(codes[c].scales[g]);
-                    else
-                        for (int c = 0; c < PANEL; c++) shared[c] = codes[c].scales[g];
-                    if (header > scales)
-                        for (int c = 0; c < PANEL; c++) offsets[c] = codes[c].offsets[g];
-                    pack_group(w.kind, w.group, at + header, [&](int c) { return codes[c].codes + g * w.group; });
+                    auto scales = [&](int64_t c) { return reinterpret_cast<const uint8_t*>(codes[c].scales + g); };
+                    auto second = [&](int64_t c) {
+                        return has_integers ? codes[c].integers : reinterpret_cast<const uint8_t*>(codes[c].offsets + g);
+                    };
+                    write_record(w.kind, w.group, at, columns, scales, second,
+                                 [&](int64_t c) { return codes[c].codes + g * w.group; });
                 }
             }
         }

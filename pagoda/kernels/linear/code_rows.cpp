@@ -89,7 +89,7 @@ void pack_record(const PackedLinear& w, const Panel& panel, int64_t begin, int i
         }
         shared[PANEL + c] = static_cast<uint16_t>(static_cast<int32_t>(zero) + panel.zero[c]);
     }
-    to += header_bytes(w.kind);
+    to += header_bytes(w.kind, w.group);
     uint32_t words[PANEL] = {};
     int64_t loaded = -1;
     for (int64_t i = begin; i < begin + w.group; i += 32 / BITS, to += 4 * PANEL) {

@@ -118,33 +118,25 @@ PAGODA_EXPORT void pagoda_pack_words(const PackedLinear* weight, const void* fro
         pack_words(*weight, static_cast<const uint32_t*>(from), first_row, rows, threads);
 }
 
-// Of columns that pad a panel.
-constexpr uint8_t NO_CODES[64] = {};
-
 // Codes uint8 [out, groups * group] and scales [out, groups], f16 or exponents, to panels of records; `offsets` are f16
-// minima or u16 zero points, [out, groups], for the forms that have them.
+// minima or u16 zero points, [out, groups], for the forms that have them. Of forms with integer scales, `scales` are what
+// they and minima count, f16 [out, groups, 1 or 2], and `offsets` the integers as they are packed, [out, groups, bytes].
 PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* codes, const uint8_t* scales,
-                                     const uint16_t* offsets, int32_t threads) {
+                                     const uint8_t* offsets, int32_t threads) {
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
-    int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
-    int64_t second = scales_bytes(w.kind), each = second / PANEL;
+    int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind, w.group) / PANEL;
+    int64_t scale_bytes = (WEIGHT_FORMS[w.kind].sub_group != 0 ? units_bytes(w.kind) : scales_bytes(w.kind)) / PANEL;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
     on_owners(w, threads, 0, panels, [&](int64_t p, int64_t end) {
         for (; p < end; p++) {
             int64_t columns = w.out_features - p * PANEL < PANEL ? w.out_features - p * PANEL : PANEL;
             for (int64_t g = 0; g < groups; g++) {
-                uint8_t* at = to + (p * groups + g) * record;
                 auto row_at = [&](int64_t c) { return (p * PANEL + c) * groups + g; };
-                for (int64_t c = 0; c < columns; c++) {
-                    if (each == 2)
-                        memcpy(at + 2 * c, scales + 2 * row_at(c), 2);
-                    else
-                        at[c] = scales[row_at(c)];
-                    if (header > second) memcpy(at + second + 2 * c, offsets + row_at(c), 2);
-                }
-                pack_group(w.kind, w.group, at + header,
-                           [&](int c) { return c < columns ? codes + row_at(c) * w.group : NO_CODES; });
+                write_record(w.kind, w.group, to + (p * groups + g) * record, columns,
+                             [&](int64_t c) { return scales + row_at(c) * scale_bytes; },
+                             [&](int64_t c) { return offsets + row_at(c) * (header - scale_bytes); },
+                             [&](int64_t c) { return codes + row_at(c) * w.group; });
             }
         }
     });

@@ -17,6 +17,9 @@ PANEL = 32
 K_SEGMENT = 2048
 """Elements along K that are summed in one chain: linear/reference.py."""
 
+X_GROUP = 128
+"""Elements of an input that share a scale, for forms with integer scales: more cost accuracy, fewer time."""
+
 
 class Offset(IntEnum):
     """What makes a value of a code, besides the scale of its group."""
@@ -36,6 +39,8 @@ class WeightForm:
         those that are stored side by side. Empty where they have no such kernel.
     levels: what each code stands for, int8, in place of the code less the middle.
     scale_bits: 16 for a float16; 8 for e, where the scale is 2^(e - 128).
+    sub_group: of a group that has one float16, or with minima two: how many elements share an integer of `scale_bits`
+        that counts it, and a minimum of as many bits. 0: a group shares its scale.
     """
 
     name: str
@@ -44,6 +49,7 @@ class WeightForm:
     native_groups: tuple[int, ...] = ()
     levels: tuple[int, ...] = ()
     scale_bits: int = 16
+    sub_group: int = 0
 
     @property
     def kind(self) -> int:
@@ -59,8 +65,11 @@ class WeightForm:
 
     @property
     def tiled(self) -> "WeightForm":
-        """Return the form in which Triton's kernels hold the values: 8 bits in place of levels and of 5, 4 of 2."""
-        return {Q5: Q8, Q5_MIN: Q8_MIN, Q2_MIN: Q4_MIN, IQ4: Q8, MXFP4: Q8}.get(self, self)
+        """Return the form in which Triton's kernels hold the values: 8 bits in place of levels and of 5, 4 of 2.
+
+        Integer scales become float16.
+        """
+        return _TILED.get(self, self)
 
     @property
     def groups_per_record(self) -> int:
@@ -69,6 +78,9 @@ class WeightForm:
 
     def record_bytes(self, group: int) -> int:
         """Return the bytes of a group and of what it shares, for the native kernels: see packed.h."""
+        if self.sub_group:
+            of_each = 2 if self.offset is Offset.MINIMUM else 1
+            return of_each * (2 + group // self.sub_group * self.scale_bits // 8) + group * self.bits // 8
         scale, second = self.scale_bits // 8, 0 if self.offset is Offset.MIDDLE else 2
         return (0 if self.offset is Offset.NONE else scale + second) + group * self.bits // 8
 
@@ -79,7 +91,11 @@ FLOAT16 = WeightForm("F16", 16, native_groups=(1,))
 Q8 = WeightForm("Q8", 8, Offset.MIDDLE, (32, 64))
 Q8_MIN = WeightForm("Q8_MIN", 8, Offset.MINIMUM, (32,))
 Q8_ZERO = WeightForm("Q8_ZERO", 8, Offset.ZERO_POINT, (32,))
-Q6 = WeightForm("Q6", 6, Offset.MIDDLE, (16,))
+Q6 = WeightForm("Q6", 6, Offset.MIDDLE)
+Q6_K = WeightForm("Q6_K", 6, Offset.MIDDLE, (256,), scale_bits=8, sub_group=16)
+Q5_K = WeightForm("Q5_K", 5, Offset.MINIMUM, (256,), scale_bits=6, sub_group=32)
+Q4_K = WeightForm("Q4_K", 4, Offset.MINIMUM, (256,), scale_bits=6, sub_group=32)
+"""Scales of Q6_K are signed, those of the others and their minima are not."""
 Q5 = WeightForm("Q5", 5, Offset.MIDDLE, (32,))
 Q5_MIN = WeightForm("Q5_MIN", 5, Offset.MINIMUM, (32,))
 Q4 = WeightForm("Q4", 4, Offset.MIDDLE, (16, 32))
@@ -95,7 +111,19 @@ MXFP4 = WeightForm("MXFP4", 4, Offset.MIDDLE, (32,), (*_E2M1_LEVELS, *(-level fo
 FP8 = WeightForm("FP8", 8)
 """8-bit floats (e4m3) with a float32 scale per output feature."""
 
-FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q8_ZERO, Q6, Q5, Q5_MIN, Q4, Q4_MIN, Q4_ZERO, Q2_MIN, IQ4, MXFP4, FP8)
+_TILED = {
+    Q5: Q8,
+    Q5_MIN: Q8_MIN,
+    Q2_MIN: Q4_MIN,
+    IQ4: Q8,
+    MXFP4: Q8,
+    Q4_K: Q4_MIN,
+    Q5_K: Q8_MIN,
+    Q6_K: Q6,
+}
+_FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
+_EIGHTS = (Q8, Q8_MIN, Q8_ZERO, FP8)
+FORMS = (*_FLOATS, *_EIGHTS, Q6, Q6_K, Q5, Q5_MIN, Q5_K, Q4, Q4_MIN, Q4_ZERO, Q4_K, Q2_MIN, IQ4, MXFP4)
 NATIVE_FORMS = tuple(form for form in FORMS if form.native_groups)
 NOT_TILED = (Q8_ZERO,)
 """Codes that Triton's kernels do not multiply: such weights are held as floats of the compute dtype in their place."""
@@ -109,6 +137,11 @@ class WeightFormat:
 
     form: WeightForm
     group: int = 0
+
+    @property
+    def x_group(self) -> int:
+        """Return how many elements of an input share a scale when the native kernels quantise it."""
+        return X_GROUP if self.form.sub_group else self.group
 
     def native(self) -> "WeightFormat":
         """Return what the native kernels hold in its place: the same, or smaller groups.
@@ -134,7 +167,7 @@ class WeightFormat:
 
     def tiled_bytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of a weight for Triton's kernels: its floats, or codes, scales and what is per group."""
-        form, group = self.form.tiled, self.group
+        form, group = self.form.tiled, self.form.sub_group or self.group
         if form in FLOATS.values():
             return out_features * in_features * form.bits // 8
         if not group:
@@ -160,16 +193,16 @@ GGUF_TYPES = {
     "IQ4_NL": WeightFormat(IQ4, 32),
     "IQ4_XS": WeightFormat(IQ4, 32),
     "Q5_1": WeightFormat(Q5_MIN, 32),
-    "Q5_K": WeightFormat(Q5_MIN, 32),
-    "Q6_K": WeightFormat(Q6, 16),
+    "Q5_K": WeightFormat(Q5_K, 256),
+    "Q6_K": WeightFormat(Q6_K, 256),
     "Q3_K": WeightFormat(Q4, 16),
     "Q4_0": WeightFormat(Q4, 32),
     "Q2_K": WeightFormat(Q2_MIN, 16),
     "Q4_1": WeightFormat(Q4_MIN, 32),
-    "Q4_K": WeightFormat(Q4_MIN, 32),
+    "Q4_K": WeightFormat(Q4_K, 256),
     "MXFP4": WeightFormat(MXFP4, 32),
 }
 """How the codes of GGUF types are held: with as many bits as they have, or more. Tensors of other types are floats.
 
-Scales that are products (of a K type) are rounded to float16, nothing else is rounded.
+Scales that are products (of Q2_K, Q3_K and IQ4_XS) are rounded to float16, nothing else is rounded.
 """

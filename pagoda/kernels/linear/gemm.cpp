@@ -3,7 +3,7 @@
 
 #include "../activation/gates.h"
 #include "float_tiles.h"
-#include "int_tiles.h"
+#include "k_tiles.h"
 #include "operand.h"
 
 namespace {
@@ -18,7 +18,9 @@ constexpr int64_t CLAIMS_PER_THREAD = 8;
 constexpr int64_t BLOCK_BYTES = 256 * 1024;
 // At most so many panels are multiplied by a segment before the next, because all their sums are kept.
 constexpr int64_t MOST_PANELS_OF_SEGMENT = 32;
-constexpr int CONVERTED_SCRATCH = 3, SUMS_SCRATCH = 4, SHARED_SCRATCH = 6;
+constexpr int CONVERTED_SCRATCH = 3, SUMS_SCRATCH = 4, CODES_SCRATCH = 5, SHARED_SCRATCH = 6;
+// With at least this many rows, the codes of a panel with integer scales are unpacked to bytes once for all tiles.
+constexpr int64_t UNPACK_ROWS = 16;
 
 // ---- one tile ----
 
@@ -29,6 +31,7 @@ struct TileJob {
     const Operand& x;
     int64_t row, k, k_end;
     bool adds;
+    const uint8_t* unpacked = nullptr;  // the codes of the panel, where `int_tiles` has UNPACKED
 };
 
 using Tile = void (*)(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch);
@@ -42,12 +45,15 @@ void run_float_tile(const TileJob& job, const char* panel, int64_t panel_stride,
                                    panel_stride / static_cast<int64_t>(sizeof(Weight)),
                                    word_steps(job.w, job.k_end - job.k), out, job.adds, prefetch);
 }
-template <int32_t KIND, int GROUP, int ROWS, int PANELS>
+template <int32_t KIND, int GROUP, bool UNPACKED, int ROWS, int PANELS>
 void run_int_tile(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
-    int64_t groups = groups_of(job.w), at = job.row * groups + job.k / GROUP, count = (job.k_end - job.k + GROUP - 1) / GROUP;
+    constexpr int SIZE = x_group(WEIGHT_FORMS[KIND], GROUP), SUMS = sums_of_x_group(WEIGHT_FORMS[KIND], GROUP);
+    int64_t groups = groups_of(job.w), count = (job.k_end - job.k + GROUP - 1) / GROUP;
+    int64_t at = job.row * x_groups_of(job.w) + job.k / SIZE;
     const QuantizedRows& x = job.x.quantized;
-    int_tile<KIND, GROUP, ROWS, PANELS>({x.bytes + at * GROUP, x.scales + at, x.sums + at}, groups, count,
-                                        reinterpret_cast<const uint8_t*>(panel), panel_stride, out, prefetch);
+    int_tile<KIND, GROUP, ROWS, PANELS, UNPACKED>({x.bytes + at * SIZE, x.scales + at, x.sums + at * SUMS}, groups,
+                                                  count, reinterpret_cast<const uint8_t*>(panel), panel_stride,
+                                                  job.unpacked, out, prefetch);
 }
 
 // Tiles of every height, as wide (1, 2 or 4 panels) as the registers allow.
@@ -79,33 +85,49 @@ constexpr Tiles float_tiles() {
 }
 // Of codes that take long to unpack, a core keeps too few reads under way: tiles of one panel prefetch the next.
 constexpr bool reads_ahead(int32_t kind) { return WEIGHT_FORMS[kind].bits >= 4 && WEIGHT_FORMS[kind].bits <= 6; }
-template <int32_t KIND, int GROUP>
+
+template <int32_t KIND, int GROUP, bool UNPACKED>
 constexpr Tiles int_tiles() {
-    Tiles tiles{{run_int_tile<KIND, GROUP, 1, 1>, run_int_tile<KIND, GROUP, 2, 1>, run_int_tile<KIND, GROUP, 3, 1>,
-                 run_int_tile<KIND, GROUP, 4, 1>, run_int_tile<KIND, GROUP, 5, 1>, run_int_tile<KIND, GROUP, 6, 1>},
+    Tiles tiles{{run_int_tile<KIND, GROUP, UNPACKED, 1, 1>, run_int_tile<KIND, GROUP, UNPACKED, 2, 1>,
+                 run_int_tile<KIND, GROUP, UNPACKED, 3, 1>, run_int_tile<KIND, GROUP, UNPACKED, 4, 1>,
+                 run_int_tile<KIND, GROUP, UNPACKED, 5, 1>, run_int_tile<KIND, GROUP, UNPACKED, 6, 1>},
                 {},
                 {}};
     if constexpr (MANY_REGISTERS && !reads_ahead(KIND)) {
-        tiles.wide[0] = run_int_tile<KIND, GROUP, 1, 2>;
-        tiles.wide[1] = run_int_tile<KIND, GROUP, 2, 2>;
-        tiles.wide[2] = run_int_tile<KIND, GROUP, 3, 2>;
-        tiles.widest[0] = run_int_tile<KIND, GROUP, 1, 4>;
+        tiles.wide[0] = run_int_tile<KIND, GROUP, UNPACKED, 1, 2>;
+        tiles.wide[1] = run_int_tile<KIND, GROUP, UNPACKED, 2, 2>;
+        tiles.wide[2] = run_int_tile<KIND, GROUP, UNPACKED, 3, 2>;
+        tiles.widest[0] = run_int_tile<KIND, GROUP, UNPACKED, 1, 4>;
     }
     return tiles;
 }
 
-const Tiles& tiles_of(const PackedLinear& w) {
-    static const Tiles f32 = float_tiles<StepF32>(), bf16 = float_tiles<StepBF16>(), f16 = float_tiles<StepF16>();
+// How a weight is multiplied. unpack: how its panels are unpacked for UNPACK_ROWS rows, which `of_unpacked` multiply
+// then; null for never.
+struct Kernels {
+    Tiles tiles, of_unpacked;
+    void (*unpack)(const uint8_t* panel, int64_t groups, uint8_t* to);
+};
+
+const Kernels& kernels_of(const PackedLinear& w) {
+    static const Kernels f32{float_tiles<StepF32>(), {}, nullptr}, bf16{float_tiles<StepBF16>(), {}, nullptr},
+        f16{float_tiles<StepF16>(), {}, nullptr};
     switch (w.kind) {
         case KIND_F32: return f32;
         case KIND_BF16: return bf16;
         case KIND_F16: return f16;
         default: break;
     }
-    const Tiles* found = nullptr;
+    const Kernels* found = nullptr;
     with_code_group(w, [&](auto at) {
-        static const Tiles tiles = int_tiles<CODE_GROUPS[at].kind, CODE_GROUPS[at].size>();
-        found = &tiles;
+        constexpr int32_t KIND = CODE_GROUPS[at].kind, GROUP = CODE_GROUPS[at].size;
+        static const Kernels kernels = [] {
+            if constexpr (WEIGHT_FORMS[KIND].sub_group != 0)
+                return Kernels{int_tiles<KIND, GROUP, false>(), int_tiles<KIND, GROUP, true>(), unpack_panel<KIND>};
+            else
+                return Kernels{int_tiles<KIND, GROUP, false>(), {}, nullptr};
+        }();
+        found = &kernels;
     });
     return *found;
 }
@@ -159,8 +181,10 @@ void finish(const LinearJob& job, const Summed& tile) {
 void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end,
               int64_t next_panel) {
     const PackedLinear& w = *job.weight;
-    const Tiles& tiles = tiles_of(w);
+    const Kernels& kernels = kernels_of(w);
     bool gated = job.gate != GATE_NONE, in_segments = elements_at_once(w) < w.in_features;
+    bool unpacks = kernels.unpack != nullptr && row_end - row >= UNPACK_ROWS;
+    const Tiles& tiles = unpacks ? kernels.of_unpacked : kernels.tiles;
     int64_t bytes = panel_bytes(w), partner = w.out_features / 2 / PANEL * bytes;
     int64_t count = (row_end - row + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;  // tiles along the rows, of nearly equal height
     int64_t most_rows = (row_end - row + count - 1) / count;
@@ -172,6 +196,8 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
     alignas(64) float of_tile[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
     int64_t height = row_end - row, sides = gated ? 2 : 1;
     size_t kept = sizeof(float) * static_cast<size_t>(height * (panel_end - panel) * sides * PANEL);
+    size_t codes = unpacks ? static_cast<size_t>(groups_of(w) * w.group * PANEL) : 0;
+    auto* unpacked = unpacks ? static_cast<uint8_t*>(thread_scratch(codes * sides, CODES_SCRATCH)) : nullptr;
     float* all_sums = in_segments ? static_cast<float*>(thread_scratch(kept, SUMS_SCRATCH)) : nullptr;
     for (int64_t k = 0, k_end; k < w.in_features; k = k_end) {
         k_end = std::min(w.in_features, k + elements_at_once(w));
@@ -190,6 +216,9 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
             int64_t second = gated ? partner : in_segments && width > 1 ? bytes : each > 64 ? 64 : 0;
             // With AVX-512, a single tile already reads other weights at the speed of memory: nothing to gain.
             bool prefetches = next >= 0 && (count > 1 || !MANY_REGISTERS || reads_ahead(w.kind));
+            for (int64_t side = 0; unpacks && side < sides; side++)
+                kernels.unpack(reinterpret_cast<const uint8_t*>(first + side * partner), groups_of(w),
+                               unpacked + side * codes);
             for (int64_t i = 0; i < count; i++) {
                 int64_t begin = row + (row_end - row) * i / count;
                 int64_t rows = row + (row_end - row) * (i + 1) / count - begin;
@@ -202,7 +231,8 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
                     Prefetch prefetch{first, 0, 0};
                     if (prefetches) prefetch = {upcoming + call * steps * each, each, second};
                     Tile tile = tiles.of(rows, static_cast<int>(stride / PANEL));
-                    tile({w, x, begin, k, k_end, k > 0}, from, apart_by, to, prefetch);
+                    const uint8_t* bytes_of = from == first ? unpacked : unpacked + codes;
+                    tile({w, x, begin, k, k_end, k > 0, bytes_of}, from, apart_by, to, prefetch);
                 };
                 if (!apart) {
                     run(first, gated ? partner : bytes, sums, i);
@@ -233,7 +263,7 @@ struct SharedSums {
 void multiply_segments(const LinearJob& job, const LinearPlan& plan, int64_t panel, int64_t begin, int64_t end,
                        const SharedSums& shared) {
     const PackedLinear& w = *job.weight;
-    const Tiles& tiles = tiles_of(w);
+    const Tiles& tiles = kernels_of(w).tiles;
     Operand x = operand(job);
     int64_t sides = job.gate != GATE_NONE ? 2 : 1, partner = w.out_features / 2 / PANEL;
     int64_t side_size = job.rows * PANEL, size = sides * side_size;
@@ -365,8 +395,8 @@ size_t linear_scratch_bytes(const LinearJob& job) {
     if (!converts(job)) return 0;
     const PackedLinear& w = *job.weight;
     if (!is_quantized(w.kind)) return static_cast<size_t>(4 * job.rows * words_of(w, w.in_features));
-    int64_t groups = groups_of(w);
-    return static_cast<size_t>(round_up(job.rows * groups * w.group, 64) + job.rows * groups * 8);
+    int64_t sums = sums_of_x_group(WEIGHT_FORMS[w.kind], static_cast<int>(w.group));
+    return static_cast<size_t>(round_up(job.rows * groups_of(w) * w.group, 64) + job.rows * x_groups_of(w) * 4 * (1 + sums));
 }
 
 void linear_convert(const LinearJob& job, int64_t begin, int64_t end) {

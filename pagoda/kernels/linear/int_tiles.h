@@ -8,8 +8,9 @@
 #include "packed.h"
 #include "simd.h"
 
-// Rows of x, quantised: bytes [rows][groups * group], and scale and sum of the bytes [rows][groups]. Of forms of which
-// `begins_below_zero`, two halfwords in place of the sum, with which each lane's sums in halfwords begin.
+// Rows of x, quantised: bytes [rows][groups * group], and of each x_group a scale and the sum of its bytes. Of forms of
+// which `begins_below_zero`, two halfwords in place of the sum, with which each lane's sums in halfwords begin. Of forms
+// with integer scales, `sums_of_x_group` each: see quantize_group (operand.h).
 struct QuantizedRows {
     const int8_t* bytes;
     const float* scales;
@@ -39,6 +40,14 @@ constexpr int quads_in_halfwords(const WeightForm& form, int group) {
     for (int quads = group / 4; quads >= 4; quads /= 2)
         if (fit_halfwords(form, quads, begins_below_zero(form, group) ? form.middle : 0)) return quads;
     return 0;
+}
+
+// How many elements of x share a scale: those of a group, or with integer scales, of which a group has many, fewer.
+constexpr int x_group(const WeightForm& form, int group) { return form.sub_group != 0 ? X_GROUP : group; }
+// Words of `sums` per x_group: one, or with integer scales one per sub-group, or where there are minima per two.
+constexpr int sums_of_x_group(const WeightForm& form, int group) {
+    if (form.sub_group == 0) return 1;
+    return x_group(form, group) / form.sub_group / (form.offset == OFFSET_MINIMUM ? 2 : 1);
 }
 
 // acc + the dot products of four unsigned bytes of w, of BITS bits each, with four signed bytes of x, in each of 16 lanes.
@@ -101,14 +110,20 @@ inline u32x16 add_in_halfwords(u32x16 sums, u32x16 w, u32x16 x) {
     return sums;
 #endif
 }
-// acc + the two halfwords of each lane.
-inline i32x16 add_halfwords(i32x16 acc, u32x16 sums) {
-#if defined(PAGODA_AVX2)
-    using Half = decltype(acc.low);
-    return {acc.low + (Half)_mm256_madd_epi16((__m256i)sums.low, _mm256_set1_epi16(1)),
-            acc.high + (Half)_mm256_madd_epi16((__m256i)sums.high, _mm256_set1_epi16(1))};
-#else
+// acc + the products of the two signed halfwords of each lane of a and b.
+inline i32x16 add_halfwords(i32x16 acc, u32x16 a, u32x16 b) {
+#if defined(PAGODA_AVX512) && defined(__AVX512VNNI__)
+    asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
     return acc;
+#elif defined(PAGODA_AVX512)
+    return acc + (i32x16)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(PAGODA_AVX2)
+    using Half = decltype(acc.low);
+    return {acc.low + (Half)_mm256_madd_epi16((__m256i)a.low, (__m256i)b.low),
+            acc.high + (Half)_mm256_madd_epi16((__m256i)a.high, (__m256i)b.high)};
+#else
+    auto halves = [](u32x16 of, int shift) { return (i32x16)(of << shift) >> 16; };
+    return acc + halves(a, 0) * halves(b, 0) + halves(a, 16) * halves(b, 16);
 #endif
 }
 
@@ -130,13 +145,30 @@ inline u32x16 look_up(const uint8_t (&table)[16], u32x16 bytes) {
 #endif
 }
 
+// A quad of the codes of 16 columns, a byte each. data: those of the first word of their group.
+template <int32_t KIND, int GROUP>
+__attribute__((always_inline)) inline u32x16 codes_of(const uint8_t* data, int quad) {
+    constexpr const WeightForm& FORM = WEIGHT_FORMS[KIND];
+    constexpr int HIGH = high_bits(FORM.bits), LOW = FORM.bits - HIGH, QUADS = 8 / LOW;
+    u32x16 w = load_words(data + quad / QUADS * 4 * PANEL);
+    if constexpr (QUADS > 1) w = (w >> (quad % QUADS * LOW)) & (0x01010101u * ((1u << LOW) - 1));
+    if constexpr (FORM.has_levels) w = look_up(FORM.levels, w);
+    if constexpr (HIGH != 0) {
+        static_assert(GROUP * HIGH == 32, "the high bits of a group are in one word");
+        u32x16 high = load_words(data + GROUP / (4 * QUADS) * 4 * PANEL);
+        int up = 4 - HIGH * quad;  // one shift, and one instruction for `and` and `or`
+        w |= (up >= 0 ? high << up : high >> -up) & (0x10101010u * ((1u << HIGH) - 1));
+    }
+    return w;
+}
+
 // A segment of int_tile: groups first .. end - 1. adds: to what is in `out`, the segments before.
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
 __attribute__((noinline)) Prefetch int_segment(const QuantizedRows& x, int64_t groups, int64_t first_group, int64_t end,
                                                const uint8_t* panel, int64_t panel_stride, float* out,
                                                bool adds, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
-    constexpr int64_t HEADER = header_bytes(KIND), SCALES = scales_bytes(KIND);
+    constexpr int64_t HEADER = header_bytes(KIND, GROUP), SCALES = scales_bytes(KIND);
     constexpr int64_t RECORD = quantized_record_bytes(KIND, GROUP);
     constexpr const WeightForm& FORM = WEIGHT_FORMS[KIND];
     constexpr int BITS = FORM.bits, HIGH = high_bits(BITS), LOW = BITS - HIGH;
@@ -155,18 +187,8 @@ __attribute__((noinline)) Prefetch int_segment(const QuantizedRows& x, int64_t g
         const uint8_t* data = record + HEADER;
         const int8_t* bytes = x.bytes + g * GROUP;
         if constexpr (HIGH != 0) prefetch.next();
-        // The codes of a quad of 16 columns.
-        auto codes_of = [&](int word, int part, int v) __attribute__((always_inline)) {
-            u32x16 w = load_words(data + (v / 2) * panel_stride + word * 4 * PANEL + (v % 2) * 64);
-            if constexpr (QUADS > 1) w = (w >> (part * LOW)) & (0x01010101u * ((1u << LOW) - 1));
-            if constexpr (FORM.has_levels) w = look_up(FORM.levels, w);
-            if constexpr (HIGH != 0) {
-                static_assert(GROUP * HIGH == 32, "the high bits of a group are in one word");
-                u32x16 high = load_words(data + (v / 2) * panel_stride + WORDS * 4 * PANEL + (v % 2) * 64);
-                int up = 4 - HIGH * (word * QUADS + part);  // one shift, and one instruction for `and` and `or`
-                w |= (up >= 0 ? high << up : high >> -up) & (0x10101010u * ((1u << HIGH) - 1));
-            }
-            return w;
+        auto codes = [&](int quad, int v) __attribute__((always_inline)) {
+            return codes_of<KIND, GROUP>(data + (v / 2) * panel_stride + (v % 2) * 64, quad);
         };
 #pragma GCC unroll 8
         for (int first = 0; first < VECTORS; first += SPAN) {
@@ -193,7 +215,7 @@ __attribute__((noinline)) Prefetch int_segment(const QuantizedRows& x, int64_t g
                 for (int part = 0; part < QUADS; part++) {
                     u32x16 w[SPAN];
 #pragma GCC unroll 8
-                    for (int s = 0; s < SPAN; s++) w[s] = codes_of(word, part, first + s);
+                    for (int s = 0; s < SPAN; s++) w[s] = codes(word * QUADS + part, first + s);
 #pragma GCC unroll 8
                     for (int r = 0; r < ROWS; r++) {
                         uint32_t quad;
@@ -208,11 +230,12 @@ __attribute__((noinline)) Prefetch int_segment(const QuantizedRows& x, int64_t g
                     }
                 }
             };
+            const u32x16 ONES = u32x16{} + 0x00010001u;
             auto add_up_halfwords = [&]() __attribute__((always_inline)) {
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-                    for (int s = 0; s < SPAN; s++) dot[r][s] = add_halfwords(dot[r][s], halfwords[r][s]);
+                    for (int s = 0; s < SPAN; s++) dot[r][s] = add_halfwords(dot[r][s], halfwords[r][s], ONES);
             };
             if constexpr (HIGH != 0) {  // constant shifts
                 add_word(0);
@@ -255,15 +278,4 @@ __attribute__((noinline)) Prefetch int_segment(const QuantizedRows& x, int64_t g
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) store_sum(out + r * PANELS * PANEL + v * 16, acc[r][v], adds);
     return prefetch;
-}
-
-// out [ROWS][PANELS * 32] = the first `count` groups of x (rows `groups` scales and sums apart) times those of PANELS
-// panels (panel_stride bytes apart).
-template <int32_t KIND, int GROUP, int ROWS, int PANELS>
-inline void int_tile(const QuantizedRows& x, int64_t groups, int64_t count, const uint8_t* panel, int64_t panel_stride,
-                     float* out, Prefetch prefetch) {
-    static_assert(K_SEGMENT % GROUP == 0, "a segment is whole groups");
-    for (int64_t g = 0; g < count; g += K_SEGMENT / GROUP)
-        prefetch = int_segment<KIND, GROUP, ROWS, PANELS>(x, groups, g, std::min(count, g + K_SEGMENT / GROUP), panel,
-                                                          panel_stride, out, g > 0, prefetch);
 }

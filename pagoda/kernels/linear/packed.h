@@ -8,6 +8,11 @@
 //              u16[32], and the codes [group * bits / 32][32][4 bytes]. Of a quad, four elements along K, each code has
 //              a byte. Of 8 / bits quads, the first has the lowest bits of the bytes; of 5 and 6 bits, the low four of
 //              all quads come before the high ones.
+//
+// Of forms with integer scales (Q4_K, Q5_K, Q6_K) a record has what they count f16[32], of some also what minima count,
+// the integers [3 or 4][32][4 bytes], and then the codes of each sub-group as above. Of 8 bits, an integer is a byte. Of 6
+// bits, the first word has the scales of sub-groups 0 to 3, the second their minima, and the third the low four bits of
+// the other scales, above them of the other minima, whose high bits are on top of the first two words.
 #pragma once
 
 #include <cstring>
@@ -27,11 +32,18 @@ inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / t
 
 // Bytes of a record's scales, and of all in front of its codes: scales, and minima or zero points.
 constexpr int64_t scales_bytes(int32_t kind) { return WEIGHT_FORMS[kind].scale_bits / 8 * PANEL; }
-constexpr int64_t header_bytes(int32_t kind) {
+// Bytes of what integer scales, and minima, count.
+constexpr int64_t units_bytes(int32_t kind) { return (WEIGHT_FORMS[kind].offset == OFFSET_MINIMUM ? 4 : 2) * PANEL; }
+// Bytes of the integers of one column.
+constexpr int64_t integers_bytes(int32_t kind, int64_t group) {
+    return group / WEIGHT_FORMS[kind].sub_group * WEIGHT_FORMS[kind].scale_bits / 8 * units_bytes(kind) / (2 * PANEL);
+}
+constexpr int64_t header_bytes(int32_t kind, int64_t group) {
+    if (WEIGHT_FORMS[kind].sub_group != 0) return units_bytes(kind) + integers_bytes(kind, group) * PANEL;
     return scales_bytes(kind) + (WEIGHT_FORMS[kind].offset == OFFSET_MIDDLE ? 0 : 2 * PANEL);
 }
 constexpr int64_t quantized_record_bytes(int32_t kind, int64_t group) {
-    return header_bytes(kind) + group * WEIGHT_FORMS[kind].bits / 8 * PANEL;
+    return header_bytes(kind, group) + group * WEIGHT_FORMS[kind].bits / 8 * PANEL;
 }
 // The scales of 16 columns. (That of exponent 0 is 0, since it is far below all others.)
 inline f32x16 load_scales(int32_t kind, const uint8_t* at) {
@@ -61,6 +73,35 @@ void pack_group(int32_t kind, int64_t group, uint8_t* to, CodesOf&& codes) {
     plane(std::integral_constant<int, 4>(), 0x0f0f0f0fu, 0);
     if (high_bits(bits) == 1) plane(std::integral_constant<int, 1>(), 0x01010101u, 4);
     if (high_bits(bits) == 2) plane(std::integral_constant<int, 2>(), 0x03030303u, 4);
+}
+// Write a record. scales(c): where those of column c are; second(c): what comes after them, minima, zero points or
+// integers; codes(c): a byte each.
+template <class Scales, class Second, class CodesOf>
+void write_record(int32_t kind, int64_t group, uint8_t* to, int64_t columns, Scales&& scales, Second&& second,
+                  CodesOf&& codes) {
+    static constexpr uint8_t NO_CODES[256] = {};  // of columns that pad a panel
+    const WeightForm& form = WEIGHT_FORMS[kind];
+    bool has_integers = form.sub_group != 0;
+    int64_t sub = has_integers ? form.sub_group : group, header = header_bytes(kind, group);
+    int64_t first = has_integers ? units_bytes(kind) : scales_bytes(kind);
+    auto words = [&](auto size, int64_t begin, int64_t end, auto&& from) {  // of `size` bytes, a column's side by side
+        for (int64_t c = 0; c < columns; c++) {
+            const uint8_t* of = from(c);
+            for (int64_t i = 0; i < (end - begin) / PANEL / size; i++)
+                memcpy(to + begin + (i * PANEL + c) * size, of + i * size, size);
+        }
+    };
+    if (!has_integers && form.scale_bits == 8)
+        words(std::integral_constant<int64_t, 1>(), 0, first, scales);
+    else
+        words(std::integral_constant<int64_t, 2>(), 0, first, scales);
+    if (has_integers)
+        words(std::integral_constant<int64_t, 4>(), first, header, second);
+    else
+        words(std::integral_constant<int64_t, 2>(), first, header, second);
+    for (int64_t at = 0; at < group; at += sub)
+        pack_group(kind, sub, to + header + at * form.bits / 8 * PANEL,
+                   [&](int c) { return c < columns ? codes(c) + at : NO_CODES; });
 }
 // The codes of a group of one column, a byte each, or the levels that they stand for.
 inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64_t column, uint8_t* codes) {

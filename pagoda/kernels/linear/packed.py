@@ -194,9 +194,13 @@ class PackedLinears:
 
     def _pack_codes(self, weight: QuantizedWeight, packed: PackedWeight) -> None:
         codes, scales, offsets = weight.codes.contiguous(), weight.scales, weight.offsets
-        scales = (scales.half() if weight.form.scale_bits == 16 else exponents_of(scales)).contiguous()
-        if offsets is not None:
-            offsets = offsets.to(torch.float16 if offsets.is_floating_point() else torch.int16).contiguous()
+        if weight.units is not None:
+            scales, offsets = weight.units, packed_integers(weight)
+        else:
+            scales = scales.half() if weight.form.scale_bits == 16 else exponents_of(scales)
+            if offsets is not None:
+                offsets = offsets.to(torch.float16 if offsets.is_floating_point() else torch.int16).contiguous()
+        scales = scales.contiguous()
         offsets_pointer = None if offsets is None else offsets.data_ptr()
         pack = self._library["pack_codes"]
         pack(packed.address, codes.data_ptr(), scales.data_ptr(), offsets_pointer, self._threads)
@@ -274,6 +278,18 @@ class PackedLinears:
         panels = self._arena.allocate(self._library["linear_bytes"](addressof(record)))
         record.panels = panels.data_ptr()
         return PackedWeight(out_features, in_features, dtype, table_dtype, record, panels, bias)
+
+
+def packed_integers(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the integer scales and minima of each group as packed.h draws them, uint8 [out, groups, bytes]."""
+    assert weight.units is not None
+    scales = weight.scales.view(torch.uint8).unflatten(1, (weight.units.shape[1], -1))
+    if weight.offsets is None:
+        return scales.contiguous()
+    minima = weight.offsets.view_as(scales)
+    low_scales, high_scales, low_minima, high_minima = (*scales.split(4, dim=2), *minima.split(4, dim=2))
+    tops = (low_scales | (high_scales & 48) << 2, low_minima | (high_minima & 48) << 2)
+    return torch.cat((*tops, high_scales & 15 | (high_minima & 15) << 4), dim=2)
 
 
 def _block_rows(piece: BlockRows) -> Shared:

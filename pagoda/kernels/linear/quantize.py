@@ -15,6 +15,7 @@ from pagoda.kernels.linear.forms import FP8, Q8, Offset, WeightForm, WeightForma
 LARGEST_FP8 = 448.0
 """The largest number of float8_e4m3fn."""
 
+_BY_ROW = ("codes", "scales", "offsets", "units")  # of QuantizedWeight
 _PIECE_VALUES = 1 << 18  # quantised at a time, so that float32 copies stay in the caches
 
 
@@ -25,6 +26,8 @@ class QuantizedWeight:
     codes: uint8 [out, in padded to `group`].   scales: float16 or float32 [out, groups], powers of two if the form
     keeps exponents.
     offsets: as `form.offset` says, minima like scales, zero points uint8 or int16 [out, groups], or None.
+    units: float16 [out, groups, 1], or with minima 2: what integer scales and minima are multiplied with, in forms that
+        have them: those are int8 or uint8 [out, sub-groups]. None in other forms.
     order: int32 [in padded], which element of the input each code is multiplied with, -1 for padding; None if it is
     its own. `in_features` counts the elements of the input.
     """
@@ -36,6 +39,7 @@ class QuantizedWeight:
     in_features: int
     group: int
     order: torch.Tensor | None = None
+    units: torch.Tensor | None = None
 
     @property
     def held_as(self) -> WeightFormat:
@@ -45,25 +49,23 @@ class QuantizedWeight:
     def out_features(self) -> int:
         return len(self.codes)
 
+    def each(self, made: Callable[[torch.Tensor], torch.Tensor]) -> "QuantizedWeight":
+        """Return the weight with what `made` makes of its codes and of all that they have by output feature."""
+        parts = {name: None if (of := getattr(self, name)) is None else made(of) for name in _BY_ROW}
+        return replace(self, **parts)
+
     def to(self, device: torch.device) -> "QuantizedWeight":
-        offsets = None if self.offsets is None else self.offsets.to(device)
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
+        return self.each(lambda of: of.to(device))
 
     def rows(self, first: int, end: int) -> "QuantizedWeight":
         """Return output features first .. end - 1."""
-        offsets = None if self.offsets is None else self.offsets[first:end]
-        return replace(self, codes=self.codes[first:end], scales=self.scales[first:end], offsets=offsets)
+        return self.each(lambda of: of[first:end])
 
     def reordered(self, head_order: tuple[int, ...] | None) -> "QuantizedWeight":
         """Return the output features of each head in another order; None: the weight itself."""
         if head_order is None:
             return self
-
-        def taken(of: torch.Tensor) -> torch.Tensor:
-            return of.unflatten(0, (-1, len(head_order)))[:, head_order].flatten(0, 1)
-
-        offsets = None if self.offsets is None else taken(self.offsets)
-        return replace(self, codes=taken(self.codes), scales=taken(self.scales), offsets=offsets)
+        return self.each(lambda of: of.unflatten(0, (-1, len(head_order)))[:, head_order].flatten(0, 1))
 
     def in_groups_of(self, group: int) -> "QuantizedWeight":
         """Return the same values in smaller groups, which divide its own."""
@@ -80,17 +82,31 @@ class QuantizedWeight:
         form = self.form.tiled
         if form is self.form:
             return self
+        if self.units is not None:
+            scales, offsets = self.factors()
+            offsets = None if offsets is None else offsets.half()
+            group, units = self.form.sub_group, None
+            return replace(self, form=form, scales=scales.half(), offsets=offsets, group=group, units=units)
         if self.form.levels:
             levels = torch.tensor(self.form.levels, device=self.codes.device).add_(form.middle).to(torch.uint8)
             return replace(self, form=form, codes=levels[self.codes.int()])
         return replace(self, form=form, codes=self.codes + (form.middle - self.form.middle))
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return scales and offsets, float32 [out, (sub-)groups]."""
+        scales, offsets = self.scales.float(), None if self.offsets is None else self.offsets.float()
+        if self.units is None:
+            return scales, offsets
+        units = self.units.float().repeat_interleave(self.group // self.form.sub_group, dim=1)
+        return scales * units[..., 0], None if offsets is None else offsets * units[..., 1]
+
     def dequantize(self) -> torch.Tensor:
         """float32 [out, in]."""
         if self.form.levels:
             return self.tiled().dequantize()
-        codes, scales = self.codes.float().unflatten(1, (-1, self.group)), self.scales.float().unsqueeze(-1)
-        offsets = self.form.middle if self.offsets is None else self.offsets.float().unsqueeze(-1)
+        scales, offsets = (None if of is None else of.unsqueeze(-1) for of in self.factors())
+        codes = self.codes.float().unflatten(1, (scales.shape[1], -1))
+        offsets = self.form.middle if offsets is None else offsets
         values = codes * scales + offsets if self.form.offset is Offset.MINIMUM else (codes - offsets) * scales
         values = values.flatten(1)
         if self.order is None:
@@ -256,9 +272,8 @@ def stack_codes(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         parts = [part.tiled() for part in parts]
         fits = [part.held_as == WeightFormat(Q8, 32) and part.order is None for part in parts]
         parts = [part if fit else quantize(part.dequantize(), 32) for part, fit in zip(parts, fits, strict=True)]
-    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    return replace(parts[0], codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
+    of_all = {name: [of for part in parts if (of := getattr(part, name)) is not None] for name in _BY_ROW}
+    return replace(parts[0], **{name: torch.cat(of) if of else None for name, of in of_all.items()})
 
 
 def quantize_to(held: WeightFormat, weight: torch.Tensor) -> CodedWeight:

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.kernels.linear.forms import K_SEGMENT
-from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, quantize_vectors, values_of
+from pagoda.kernels.linear.forms import K_SEGMENT, X_GROUP
+from pagoda.kernels.linear.quantize import (
+    CodedWeight,
+    Fp8Weight,
+    QuantizedWeight,
+    quantize_rows,
+    quantize_vectors,
+    values_of,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +88,31 @@ def sum_by_segments(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             segment = _fused(x[:, k, None], weight[:, k], segment)
         total = segment if total is None else total + segment
     return torch.zeros(len(x), len(weight)) if total is None else total
+
+
+def sum_by_groups(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """[S, in] -> float32 [S, out] as `sum_by_segments`, of a weight with integer scales: each X_GROUP is one element.
+
+    x is quantised by these. Of each, what is multiplied with minima comes first: sums of integers, which are exact.
+    """
+    assert weight.units is not None
+    sub_group, per_unit = weight.form.sub_group, weight.group // X_GROUP
+    codes, x_scales = quantize_rows(x, X_GROUP)
+    of_x = codes.long().unflatten(1, (-1, X_GROUP // sub_group, sub_group))
+    of_w = (weight.codes.long() - weight.form.middle).unflatten(1, (-1, *of_x.shape[2:]))
+    scales = weight.scales.long().unflatten(1, (-1, of_x.shape[2]))
+    total: torch.Tensor | None = None
+    for begin in range(0, of_x.shape[1], K_SEGMENT // X_GROUP):
+        segment = torch.zeros(len(x), len(of_w))
+        for g in range(begin, min(begin + K_SEGMENT // X_GROUP, of_x.shape[1])):
+            x_scale, units = x_scales[:, g, None], weight.units[:, g // per_unit].float()
+            if weight.offsets is not None:
+                minima = weight.offsets.long().view_as(scales)[:, g]
+                segment = _fused((of_x[:, g].sum(-1) @ minima.T).float(), units[:, 1] * x_scale, segment)
+            sums = torch.einsum("tbi,obi,ob->to", of_x[:, g], of_w[:, g], scales[:, g])
+            segment = _fused(sums.float(), units[:, 0] * x_scale, segment)
+        total = segment if total is None else total + segment
+    return torch.zeros(len(x), len(of_w)) if total is None else total
 
 
 def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

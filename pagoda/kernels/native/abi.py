@@ -314,7 +314,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "pagoda_pack_codes": _function(
         "void", weight="const PackedLinear*", codes="const uint8_t*", scales="const uint8_t*",
-        offsets="const uint16_t*", threads="int32_t",
+        offsets="const uint8_t*", threads="int32_t",
     ),
     "pagoda_pack_blocks": _function(
         "void", weight="const PackedLinear*", pieces="const BlockRows*", threads="int32_t"

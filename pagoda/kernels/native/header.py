@@ -3,7 +3,7 @@
 from ctypes import sizeof
 
 from pagoda.base.ranks import MAX_RANKS
-from pagoda.kernels.linear.forms import K_SEGMENT, NATIVE_FORMS, PANEL, Offset, WeightForm
+from pagoda.kernels.linear.forms import K_SEGMENT, NATIVE_FORMS, PANEL, X_GROUP, Offset, WeightForm
 from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, NO_CACHE, STRUCTS, Shared
 from pagoda.ops.declare import Domain
 
@@ -21,6 +21,7 @@ def header() -> str:
         "#include <cstdlib>",
         '#define PAGODA_EXPORT extern "C" __attribute__((visibility("default")))',
         f"constexpr int64_t PANEL = {PANEL}, K_SEGMENT = {K_SEGMENT}, NO_CACHE = {NO_CACHE};",
+        f"constexpr int X_GROUP = {X_GROUP};",
         f"constexpr int32_t NUM_DOMAINS = {len(Domain)}, NUM_OPS = {len(KERNEL_OPS)}, MAX_RANKS = {MAX_RANKS};",
     ]
     for prefix, enum in ENUMS.items():
@@ -49,9 +50,10 @@ def _weight_forms() -> list[str]:
     return [
         f"enum Kind : int32_t {{ {kinds} }};",
         "// Weight forms by kind: bits of an element and of a scale; what makes a value of a code, besides its scale;",
-        "// the middle, which OFFSET_MIDDLE takes off; levels with the middle added, of forms that have them.",
+        "// the middle, which OFFSET_MIDDLE takes off; how many elements share an integer scale, or 0; levels with the",
+        "// middle added, of forms that have them.",
         "struct WeightForm {",
-        "    int32_t bits, scale_bits; Offset offset; int32_t middle; bool has_levels; uint8_t levels[16];",
+        "    int32_t bits, scale_bits; Offset offset; int32_t middle, sub_group; bool has_levels; uint8_t levels[16];",
         "};",
         f"constexpr WeightForm WEIGHT_FORMS[] = {{{forms}}};",
         "// Forms of codes, and how many of them share a scale, for which there are kernels.",
@@ -63,7 +65,8 @@ def _weight_forms() -> list[str]:
 def _weight_form(form: WeightForm) -> str:
     levels = ", ".join(str(level + form.middle) for level in form.levels)
     has_levels = str(bool(form.levels)).lower()
-    return f"{{{form.bits}, {form.scale_bits}, OFFSET_{form.offset.name}, {form.middle}, {has_levels}, {{{levels}}}}}"
+    numbers = f"{form.bits}, {form.scale_bits}, OFFSET_{form.offset.name}, {form.middle}, {form.sub_group}"
+    return f"{{{numbers}, {has_levels}, {{{levels}}}}}"
 
 
 def _struct(shared: type[Shared]) -> list[str]:
