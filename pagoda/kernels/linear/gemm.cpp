@@ -20,7 +20,7 @@ constexpr int64_t BLOCK_BYTES = 256 * 1024;
 constexpr int64_t MOST_PANELS_OF_SEGMENT = 32;
 constexpr int CONVERTED_SCRATCH = 3, SUMS_SCRATCH = 4, CODES_SCRATCH = 5, SHARED_SCRATCH = 6;
 // With at least this many rows, the codes of a panel with integer scales are unpacked to bytes once for all tiles.
-constexpr int64_t UNPACK_ROWS = 16;
+constexpr int64_t UNPACK_ROWS = WITHOUT_VNNI ? 16 : 32;
 
 // ---- one tile ----
 
