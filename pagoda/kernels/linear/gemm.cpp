@@ -1,15 +1,10 @@
-// The linear layer: tiles, their distribution over threads, and the epilogue. Its definition is reference.py.
+// The linear layer: its distribution over threads, and the conversion of x. Its definition is reference.py.
 #include "gemm.h"
 
-#include "../activation/gates.h"
-#include "float_tiles.h"
-#include "k_tiles.h"
-#include "operand.h"
+#include "product.h"
 
 namespace {
 
-constexpr int MAX_TILE_ROWS = 6;
-constexpr int MAX_TILE_PANELS = 4;
 // With at least this many rows, threads claim pieces instead of taking equal shares: a thread that is descheduled briefly
 // then costs little. With fewer, a weight is read once, and one long stream per thread is faster.
 constexpr int64_t CLAIM_ROWS = 16;
@@ -18,236 +13,7 @@ constexpr int64_t CLAIMS_PER_THREAD = 8;
 constexpr int64_t BLOCK_BYTES = 256 * 1024;
 // At most so many panels are multiplied by a segment before the next, because all their sums are kept.
 constexpr int64_t MOST_PANELS_OF_SEGMENT = 32;
-constexpr int CONVERTED_SCRATCH = 3, SUMS_SCRATCH = 4, CODES_SCRATCH = 5, SHARED_SCRATCH = 6;
-// With at least this many rows, the codes of a panel with integer scales are unpacked to bytes once for all tiles.
-constexpr int64_t UNPACK_ROWS = WITHOUT_VNNI ? 16 : 32;
-
-// ---- one tile ----
-
-// Rows of x from `row` on, and elements [k, k_end) along K: a segment, or of quantised weights all. adds: to the sums of
-// the segments before.
-struct TileJob {
-    const PackedLinear& w;
-    const Operand& x;
-    int64_t row, k, k_end;
-    bool adds;
-    const uint8_t* unpacked = nullptr;  // the codes of the panel, where `int_tiles` has UNPACKED
-};
-
-using Tile = void (*)(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch);
-
-template <class Step, int ROWS, int PANELS>
-void run_float_tile(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
-    using Weight = typename Step::Weight;
-    const auto* x = static_cast<const typename Step::Word*>(job.x.words);
-    float_tile<Step, ROWS, PANELS>(x + job.row * job.x.stride + words_of(job.w, job.k), job.x.stride,
-                                   reinterpret_cast<const Weight*>(panel),
-                                   panel_stride / static_cast<int64_t>(sizeof(Weight)),
-                                   word_steps(job.w, job.k_end - job.k), out, job.adds, prefetch);
-}
-template <int32_t KIND, int GROUP, bool UNPACKED, int ROWS, int PANELS>
-void run_int_tile(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
-    constexpr int SIZE = x_group(WEIGHT_FORMS[KIND], GROUP), SUMS = sums_of_x_group(WEIGHT_FORMS[KIND], GROUP);
-    int64_t groups = groups_of(job.w), count = (job.k_end - job.k + GROUP - 1) / GROUP;
-    int64_t at = job.row * x_groups_of(job.w) + job.k / SIZE;
-    const QuantizedRows& x = job.x.quantized;
-    int_tile<KIND, GROUP, ROWS, PANELS, UNPACKED>({x.bytes + at * SIZE, x.scales + at, x.sums + at * SUMS}, groups,
-                                                  count, reinterpret_cast<const uint8_t*>(panel), panel_stride,
-                                                  job.unpacked, out, prefetch);
-}
-
-// Tiles of every height, as wide (1, 2 or 4 panels) as the registers allow.
-struct Tiles {
-    Tile narrow[6], wide[6], widest[3];  // 1, 2, 4 panels, by rows - 1; null if they need too many registers
-    // The widest tile for `rows` rows.
-    int panels(int64_t rows) const {
-        if (rows <= 3 && widest[rows - 1] != nullptr) return 4;
-        return wide[rows - 1] != nullptr ? 2 : 1;
-    }
-    Tile of(int64_t rows, int panels) const {
-        return panels == 4 ? widest[rows - 1] : panels == 2 ? wide[rows - 1] : narrow[rows - 1];
-    }
-};
-
-template <class Step>
-constexpr Tiles float_tiles() {
-    if constexpr (MANY_REGISTERS)
-        return {{run_float_tile<Step, 1, 1>, run_float_tile<Step, 2, 1>, run_float_tile<Step, 3, 1>,
-                 run_float_tile<Step, 4, 1>, run_float_tile<Step, 5, 1>, run_float_tile<Step, 6, 1>},
-                {run_float_tile<Step, 1, 2>, run_float_tile<Step, 2, 2>, run_float_tile<Step, 3, 2>,
-                 run_float_tile<Step, 4, 2>, run_float_tile<Step, 5, 2>, run_float_tile<Step, 6, 2>},
-                {run_float_tile<Step, 1, 4>, run_float_tile<Step, 2, 4>, run_float_tile<Step, 3, 4>}};
-    else
-        return {{run_float_tile<Step, 1, 1>, run_float_tile<Step, 2, 1>, run_float_tile<Step, 3, 1>,
-                 run_float_tile<Step, 4, 1>, run_float_tile<Step, 5, 1>, run_float_tile<Step, 6, 1>},
-                {},
-                {}};
-}
-// Of codes that take long to unpack, a core keeps too few reads under way: tiles of one panel prefetch the next.
-constexpr bool reads_ahead(int32_t kind) { return WEIGHT_FORMS[kind].bits >= 4 && WEIGHT_FORMS[kind].bits <= 6; }
-
-template <int32_t KIND, int GROUP, bool UNPACKED>
-constexpr Tiles int_tiles() {
-    Tiles tiles{{run_int_tile<KIND, GROUP, UNPACKED, 1, 1>, run_int_tile<KIND, GROUP, UNPACKED, 2, 1>,
-                 run_int_tile<KIND, GROUP, UNPACKED, 3, 1>, run_int_tile<KIND, GROUP, UNPACKED, 4, 1>,
-                 run_int_tile<KIND, GROUP, UNPACKED, 5, 1>, run_int_tile<KIND, GROUP, UNPACKED, 6, 1>},
-                {},
-                {}};
-    if constexpr (MANY_REGISTERS && !reads_ahead(KIND)) {
-        tiles.wide[0] = run_int_tile<KIND, GROUP, UNPACKED, 1, 2>;
-        tiles.wide[1] = run_int_tile<KIND, GROUP, UNPACKED, 2, 2>;
-        tiles.wide[2] = run_int_tile<KIND, GROUP, UNPACKED, 3, 2>;
-        tiles.widest[0] = run_int_tile<KIND, GROUP, UNPACKED, 1, 4>;
-    }
-    return tiles;
-}
-
-// How a weight is multiplied. unpack: how its panels are unpacked for UNPACK_ROWS rows, which `of_unpacked` multiply
-// then; null for never.
-struct Kernels {
-    Tiles tiles, of_unpacked;
-    void (*unpack)(const uint8_t* panel, int64_t groups, uint8_t* to);
-};
-
-const Kernels& kernels_of(const PackedLinear& w) {
-    static const Kernels f32{float_tiles<StepF32>(), {}, nullptr}, bf16{float_tiles<StepBF16>(), {}, nullptr},
-        f16{float_tiles<StepF16>(), {}, nullptr};
-    switch (w.kind) {
-        case KIND_F32: return f32;
-        case KIND_BF16: return bf16;
-        case KIND_F16: return f16;
-        default: break;
-    }
-    const Kernels* found = nullptr;
-    with_code_group(w, [&](auto at) {
-        constexpr int32_t KIND = CODE_GROUPS[at].kind, GROUP = CODE_GROUPS[at].size;
-        static const Kernels kernels = [] {
-            if constexpr (WEIGHT_FORMS[KIND].sub_group != 0)
-                return Kernels{int_tiles<KIND, GROUP, false>(), int_tiles<KIND, GROUP, true>(), unpack_panel<KIND>};
-            else
-                return Kernels{int_tiles<KIND, GROUP, false>(), {}, nullptr};
-        }();
-        found = &kernels;
-    });
-    return *found;
-}
-
-// ---- epilogue: from sums to the output ----
-
-// A tile of the output that is summed: rows of sums, `stride` apart, for `columns` columns from `column` on. `up`: with a
-// gate, those of their partners.
-struct Summed {
-    const float *sums, *up;
-    int64_t stride, row, rows, column, columns;
-};
-
-inline f32x16 with_bias(const float* sums, const float* bias, int64_t column) {
-    return bias == nullptr ? load(sums) : load(sums) + load(bias + column);
-}
-inline f32x16 activated(int32_t gate, f32x16 x) {
-    return gate == GATE_SILU ? Silu::of(x) : gate == GATE_GELU ? Gelu::of(x) : GeluTanh::of(x);
-}
-
-// value(i, column): of the tile's sums from index i on.
-template <class Out, class Value>
-void write_out(const LinearJob& job, const Summed& tile, Value&& value) {
-    for (int64_t r = 0; r < tile.rows; r++) {
-        Out* out = static_cast<Out*>(job.out) + (tile.row + r) * job.out_stride + tile.column;
-        for_lanes(tile.columns, [&](int64_t i, int n) {
-            store_lanes(out + i, value(r * tile.stride + i, tile.column + i), n);
-        });
-    }
-}
-template <class Out>
-void finish(const LinearJob& job, const Summed& tile) {
-    const float* bias = job.weight->bias;
-    int64_t partner = job.weight->out_features / 2;
-    auto sum = [&](int64_t at, int64_t column) { return with_bias(tile.sums + at, bias, column); };
-    if (job.gate != GATE_NONE)
-        write_out<Out>(job, tile, [&](int64_t at, int64_t column) {
-            f32x16 up = with_bias(tile.up + at, bias, partner + column);
-            return activated(job.gate, rounded<Out>(sum(at, column))) * rounded<Out>(up);
-        });
-    else if (job.gelu)
-        write_out<Out>(job, tile, [&](int64_t at, int64_t column) { return Gelu::of(rounded<Out>(sum(at, column))); });
-    else
-        write_out<Out>(job, tile, sum);
-}
-
-// ---- a rectangle of the output ----
-
-// Rows [row, row_end) of panels [panel, panel_end), with a gate of their partners too. next_panel: the one that this
-// thread will probably multiply next, or -1.
-void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end,
-              int64_t next_panel) {
-    const PackedLinear& w = *job.weight;
-    const Kernels& kernels = kernels_of(w);
-    bool gated = job.gate != GATE_NONE, in_segments = elements_at_once(w) < w.in_features;
-    bool unpacks = kernels.unpack != nullptr && row_end - row >= UNPACK_ROWS;
-    const Tiles& tiles = unpacks ? kernels.of_unpacked : kernels.tiles;
-    int64_t bytes = panel_bytes(w), partner = w.out_features / 2 / PANEL * bytes;
-    int64_t count = (row_end - row + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;  // tiles along the rows, of nearly equal height
-    int64_t most_rows = (row_end - row + count - 1) / count;
-    int most = gated ? 1 : tiles.panels(most_rows);
-    // A gate and its partner are two calls of narrow tiles, or one of a wide one.
-    int64_t calls = gated && tiles.panels(most_rows) == 1 ? 2 * count : count;
-    const char* panels = static_cast<const char*>(w.panels);
-    // The sums of a tile; where there are several segments, of all tiles.
-    alignas(64) float of_tile[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
-    int64_t height = row_end - row, sides = gated ? 2 : 1;
-    size_t kept = sizeof(float) * static_cast<size_t>(height * (panel_end - panel) * sides * PANEL);
-    size_t codes = unpacks ? static_cast<size_t>(groups_of(w) * w.group * PANEL) : 0;
-    auto* unpacked = unpacks ? static_cast<uint8_t*>(thread_scratch(codes * sides, CODES_SCRATCH)) : nullptr;
-    float* all_sums = in_segments ? static_cast<float*>(thread_scratch(kept, SUMS_SCRATCH)) : nullptr;
-    for (int64_t k = 0, k_end; k < w.in_features; k = k_end) {
-        k_end = std::min(w.in_features, k + elements_at_once(w));
-        int64_t steps = tile_steps(w, most_rows, k_end - k);
-        for (int64_t at = panel, width = most; at < panel_end; at += width) {
-            while (width > panel_end - at) width /= 2;
-            // Together, the calls prefetch once everything that the next ones read, and each step as much as any other:
-            // the weights arrive while the tiles compute.
-            bool ends_segment = at + width >= panel_end, ends = ends_segment && k_end == w.in_features;
-            int64_t next = ends ? next_panel : ends_segment ? panel : at + width;
-            int64_t next_k = ends ? 0 : ends_segment ? k_end : k;
-            const char* first = panels + at * bytes + panel_bytes(w, k);
-            const char* upcoming = panels + next * bytes + panel_bytes(w, next_k);
-            int64_t next_count = std::min(w.in_features - next_k, elements_at_once(w));
-            int64_t each = (in_segments ? 1 : width) * panel_bytes(w, next_count) / (calls * steps) + 1;
-            int64_t second = gated ? partner : in_segments && width > 1 ? bytes : each > 64 ? 64 : 0;
-            // With AVX-512, a single tile already reads other weights at the speed of memory: nothing to gain.
-            bool prefetches = next >= 0 && (count > 1 || !MANY_REGISTERS || reads_ahead(w.kind));
-            for (int64_t side = 0; unpacks && side < sides; side++)
-                kernels.unpack(reinterpret_cast<const uint8_t*>(first + side * partner), groups_of(w),
-                               unpacked + side * codes);
-            for (int64_t i = 0; i < count; i++) {
-                int64_t begin = row + (row_end - row) * i / count;
-                int64_t rows = row + (row_end - row) * (i + 1) / count - begin;
-                float* sums = of_tile;
-                if (in_segments) sums = all_sums + ((at - panel) * height + (begin - row) * width) * sides * PANEL;
-                bool apart = gated && tiles.panels(rows) == 1;  // the gate and its partner
-                int64_t stride = (apart ? 1 : width * sides) * PANEL;
-                float* up = sums + (apart ? rows : 1) * PANEL;
-                auto run = [&](const char* from, int64_t apart_by, float* to, int64_t call) {
-                    Prefetch prefetch{first, 0, 0};
-                    if (prefetches) prefetch = {upcoming + call * steps * each, each, second};
-                    Tile tile = tiles.of(rows, static_cast<int>(stride / PANEL));
-                    const uint8_t* bytes_of = from == first ? unpacked : unpacked + codes;
-                    tile({w, x, begin, k, k_end, k > 0, bytes_of}, from, apart_by, to, prefetch);
-                };
-                if (!apart) {
-                    run(first, gated ? partner : bytes, sums, i);
-                } else {
-                    run(first, 0, sums, 2 * i);
-                    run(first + partner, 0, up, 2 * i + 1);
-                }
-                if (k_end < w.in_features) continue;
-                int64_t columns = std::min(w.out_features - at * PANEL, width * PANEL);
-                Summed summed{sums, up, stride, begin, rows, at * PANEL, columns};
-                by_dtype(job.out_dtype, [&](auto element) { finish<decltype(element)>(job, summed); });
-            }
-        }
-    }
-}
+constexpr int CONVERTED_SCRATCH = 3, SHARED_SCRATCH = 6;
 
 // ---- few rows: each thread has its part of the plan ----
 
@@ -358,7 +124,6 @@ Split split_work(const LinearJob& job, int64_t panels, int threads) {
 
 // Each thread claims the pieces of its own panels first, which it has in its caches and in memory near it, then of others.
 void multiply_claims(const LinearJob& job, int thread, int num_threads, Claims* claims) {
-    Operand x = operand(job);
     int64_t panels = linear_panels(job);
     auto [blocks, width] = split_work(job, panels, num_threads);
     int64_t pieces = (panels + width - 1) / width;
@@ -372,8 +137,8 @@ void multiply_claims(const LinearJob& job, int thread, int num_threads, Claims* 
             if (claim >= count) break;
             int64_t block = claim / columns, panel = (own.begin + claim % columns) * width;
             int64_t next_panel = claim + 1 < count ? (own.begin + (claim + 1) % columns) * width : -1;
-            multiply(job, x, job.rows * block / blocks, job.rows * (block + 1) / blocks, panel,
-                     std::min(panel + width, panels), next_panel);
+            Rectangle piece{job.rows * block / blocks, job.rows * (block + 1) / blocks, panel, std::min(panel + width, panels)};
+            Product(job, piece, next_panel).run();
         }
     }
 }
@@ -426,13 +191,12 @@ int64_t linear_panels(const LinearJob& job) {
 }
 
 void linear_multiply_part(const LinearJob& job, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
-    Operand x = operand(job);
     int64_t block = std::max(BLOCK_BYTES / row_bytes(*job.weight), CLAIM_ROWS);
     int64_t width = most_panels(job, row_end - row);
     for (; row < row_end; row += block)
         for (int64_t at = panel, end; at < panel_end; at = end) {
             end = std::min(at + width, panel_end);
-            multiply(job, x, row, std::min(row + block, row_end), at, end, end < panel_end ? end : -1);
+            Product(job, {row, std::min(row + block, row_end), at, end}, end < panel_end ? end : -1).run();
         }
 }
 

@@ -104,9 +104,9 @@ class QuantizedWeight:
         """float32 [out, in]."""
         if self.form.levels:
             return self.tiled().dequantize()
-        scales, offsets = (None if of is None else of.unsqueeze(-1) for of in self.factors())
-        codes = self.codes.float().unflatten(1, (scales.shape[1], -1))
-        offsets = self.form.middle if offsets is None else offsets
+        of_groups, offsets_of_groups = self.factors()
+        codes, scales = self.codes.float().unflatten(1, (of_groups.shape[1], -1)), of_groups.unsqueeze(-1)
+        offsets = self.form.middle if offsets_of_groups is None else offsets_of_groups.unsqueeze(-1)
         values = codes * scales + offsets if self.form.offset is Offset.MINIMUM else (codes - offsets) * scales
         values = values.flatten(1)
         if self.order is None:
