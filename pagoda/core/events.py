@@ -91,8 +91,8 @@ class Preempted(RequestEvent):
     """It left the running batch so that another request can continue or enter.
 
     for_client, for_handle: that request (itself, if it was its own victim); None after a failed step, a reset of the
-    prefix cache, or the end of the sequence that its others waited for.   mode: "recompute" or "swap".
-    lost_tokens: must be computed again.   freed_blocks: what that freed.
+    prefix cache, the end of the sequence that its others waited for, or when the scheduler starts over.
+    mode: "recompute" or "swap".   lost_tokens: must be computed again.   freed_blocks: what that freed.
     """
 
     for_client: int | None

@@ -12,14 +12,14 @@ from pagoda.base.errors import RequestError
 from pagoda.core.cost_model import RowWork
 from pagoda.core.events import Ended, FirstToken, Held, Preempted, Queued, Swapped
 from pagoda.core.policy import RequestQueue
-from pagoda.core.request import AdmitKind, Reason, Request, RequestState, RequestStatus, Sequence
+from pagoda.core.request import AdmitKind, Progress, Reason, Request, RequestState, RequestStatus, Sequence
 from pagoda.core.state import SchedulerState
 from pagoda.core.stops import find_end
 
 logger = logging.getLogger("pagoda")
 
 
-def add_request(state: SchedulerState, request: Request) -> None:
+def add_request(state: SchedulerState, request: Request, progress: Progress) -> None:
     """Let a new request wait. Raises RequestError for a key that is in use, or what could never be served."""
     if request.key in state.requests:
         raise RequestError(
@@ -27,11 +27,13 @@ def add_request(state: SchedulerState, request: Request) -> None:
         )
     _check(state, request)
     added = RequestState(request, state.policy.key(request), awaiting_fork=not request.prior_output)
+    added.admission, added.has_output = 0 if progress.was_admitted else -1, progress.has_output
     prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
     for index in range(request.num_seqs):
         prior = request.prior_output[index] if request.prior_output else ()
         tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
-        added.sequences.append(Sequence(added, index, tokens, end=_end_after(state, request, prior)))
+        end = progress.ended.get(index) or _end_after(state, request, prior)
+        added.sequences.append(Sequence(added, index, tokens, end=end))
     added.unfinished = [sequence for sequence in added.sequences if sequence.end is None]
     if not added.unfinished:
         raise RequestError("every sequence of prior_output has ended already", "prior_output")
@@ -175,6 +177,21 @@ def requeue(state: SchedulerState, request: RequestState, cause: RequestState | 
     request.sort_key = state.policy.key_on_return(request)
     state.waiting.push(request)
     _note_preempted(state, request, cause, "recompute", num_lost, free_before)
+
+
+def queue_all_anew(state: SchedulerState) -> list[RequestState]:
+    """Let all requests wait, without KV and as if they had just been added. Return them in queue order.
+
+    No step may be in flight.
+    """
+    for request in reversed([*state.batch.requests.values(), *state.swapped]):
+        requeue(state, request)
+    requests = list(state.waiting)
+    for request in requests:
+        state.waiting.remove(request)
+        request.held_for, request.num_adapter_skips = None, 0
+        state.waiting.push(request)
+    return requests
 
 
 def _restart_search(state: SchedulerState, request: RequestState) -> None:

@@ -292,6 +292,21 @@ class Sequence:
 SortKey = tuple[float | int | str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a request had come to when a scheduler started over.   was_admitted: it has run.
+
+    has_output: its first token was there.   ended: how its sequences have ended, by index.
+    """
+
+    was_admitted: bool = False
+    has_output: bool = False
+    ended: dict[int, RequestStatus] = field(default_factory=dict[int, RequestStatus])
+
+
+NEW = Progress()
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """A request that was added and has not ended.
@@ -323,6 +338,11 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.key = self.spec.key
+
+    @property
+    def progress(self) -> Progress:
+        ended = {one.index: one.end for one in self.sequences if one.end is not None}
+        return Progress(self.admission >= 0, self.has_output, ended)
 
     @property
     def siblings(self) -> list[Sequence]:

@@ -19,10 +19,10 @@ from pagoda.core.decision_log import DecisionLog
 from pagoda.core.events import Fold
 from pagoda.core.finishing import finish_plan
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.lifecycle import add_request, end_reasons, finish_all, finish_one
+from pagoda.core.lifecycle import add_request, end_reasons, finish_all, finish_one, queue_all_anew
 from pagoda.core.planning import admit_waiting, resume_swapped, run_running
 from pagoda.core.preemption import preempt_all
-from pagoda.core.request import Request, RequestKey, RequestStatus
+from pagoda.core.request import NEW, Progress, Request, RequestKey, RequestState, RequestStatus
 from pagoda.core.rules import narrow_budgets
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -64,8 +64,8 @@ class Scheduler(SchedulerInterface):
 
     # Requests come and go
 
-    def add_request(self, request: Request) -> None:
-        add_request(self._state, request)
+    def add_request(self, request: Request, progress: Progress = NEW) -> None:
+        add_request(self._state, request, progress)
 
     def finish_requests(
         self, keys: Iterable[RequestKey], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -167,12 +167,13 @@ class Scheduler(SchedulerInterface):
             preempt_all(self._state)
         return self._state.kv.prefix_cache.reset()
 
-    def start_over(self) -> bool:
-        if self._state.requests or self._state.in_flight.outputs:
-            return False
+    def start_over(self, *, requeue: bool = False) -> list[RequestState] | None:
+        if self._state.in_flight.outputs or (self._state.requests and not requeue):
+            return None
+        requests = queue_all_anew(self._state)
         self._state.start_over()
         self._state.events.step = self._state.num_steps  # the last result that was applied may be of one before
-        return True
+        return requests
 
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
         return self._state.events.subscribe(fold, cache=cache)

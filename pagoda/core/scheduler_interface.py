@@ -5,7 +5,7 @@ from typing import Protocol
 
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.events import Fold
-from pagoda.core.request import Request, RequestKey, RequestStatus
+from pagoda.core.request import NEW, Progress, Request, RequestKey, RequestState, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.view import SchedulerView
@@ -17,8 +17,11 @@ class SchedulerInterface(Protocol):
     The engine makes it with the arguments of `pagoda.Scheduler`, which most schedulers extend.
     """
 
-    def add_request(self, request: Request) -> None:
-        """Add `request` to the waiting queue. Raises RequestError, with nothing changed, for one that cannot be had."""
+    def add_request(self, request: Request, progress: Progress = NEW) -> None:
+        """Add `request` to the waiting queue. Raises RequestError, with nothing changed, for one that cannot be had.
+
+        progress: of one that a scheduler had before it started over; `prior_output` are its tokens.
+        """
         ...
 
     def finish_requests(
@@ -74,11 +77,12 @@ class SchedulerInterface(Protocol):
         """
         ...
 
-    def start_over(self) -> bool:
+    def start_over(self, *, requeue: bool = False) -> list[RequestState] | None:
         """Forget all that was cached or learnt, so that the next steps are planned as by a new scheduler.
 
-        Return False, with nothing changed, while a request is unfinished or a step in flight. Totals, events and the
-        numbers of steps go on.
+        Return the unfinished requests in the order in which that one would be given them; None, with nothing changed,
+        while a step is in flight. Totals, events and the numbers of steps go on.
+        requeue: requests that run or are swapped are recomputed. Otherwise None also while a request is unfinished.
         """
         ...
 

@@ -12,7 +12,8 @@ from pagoda.base.errors import ConfigError
 logger = logging.getLogger("pagoda")
 
 MAX_BYTES = 256 << 20
-"""Of one file. From a quarter of it on, the next file begins as soon as no request is unfinished."""
+"""Of one file. From a quarter of it on, the next file begins as soon as no request is unfinished.
+When it is full, the next one begins in any case."""
 NUM_FILES = 4
 
 
@@ -32,6 +33,11 @@ class RecordingFiles:
     @property
     def is_open(self) -> bool:
         return self._file is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the file is less than half full."""
+        return self.is_open and self._num_bytes < self._max_bytes // 2
 
     @property
     def is_due(self) -> bool:

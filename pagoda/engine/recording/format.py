@@ -2,6 +2,7 @@
 
     {"op": "begin", ...}    the settings that the scheduler was made with, and those of the engine
     {"op": "add", ...}      a request: its parameters and its prompt, as made-up tokens
+    {"op": "resume", ...}   one that was unfinished when the file before was full: "progress" is what it had come to
     {"op": "finish" | "finish_sequence" | "reset", ...}
     {"op": "schedule", "step", "digest", "events", "prepared"}    what was decided, and what was ready by then
     {"op": "update" | "fail", ...}    what the step gave: tokens as made up, seconds, rows that failed

@@ -11,7 +11,7 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import LoraRef, MediaItem, Pin, PromptEmbeds, Request, RequestKey, RequestStatus
+from pagoda.core.request import LoraRef, MediaItem, Pin, Progress, PromptEmbeds, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import MASKED_LOGPROB, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.recording.compare import StepComparison
@@ -64,11 +64,13 @@ class Player:
         self._clock.advance(max(line["at"] - self._clock.now(), 0.0))
         before = list[Any]()
         match line["op"]:
-            case "add":
+            case "add" | "resume":
                 request = self._request(line)
                 self._keys[request.request_id] = request.key
-                self._scheduler.add_request(request)
+                self._scheduler.add_request(request, msgspec.convert(line.get("progress", {}), Progress, strict=False))
                 self.num_requests += 1
+                if line["op"] == "resume":
+                    self._events.clear()  # it was queued before
             case "finish":
                 self._scheduler.finish_requests([self._keys[one] for one in line["ids"]], RequestStatus[line["status"]])
             case "finish_sequence":

@@ -1,15 +1,24 @@
 """RecordingScheduler: write down the calls, decisions and results of a scheduler, so that it can be run again."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.events import Ended, Event
-from pagoda.core.request import Request, RequestKey, RequestStatus, num_beam_candidates
+from pagoda.core.request import (
+    NEW,
+    Progress,
+    Request,
+    RequestKey,
+    RequestState,
+    RequestStatus,
+    num_beam_candidates,
+)
 from pagoda.core.scheduler_interface import SchedulerInterface
-from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import NO_INTS, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.recording.files import RecordingFiles
 from pagoda.engine.recording.format import VERSION, Line, RecordedSettings, described, digest_of
 from pagoda.engine.recording.made_up import MadeUpTexts, kind_of_end
@@ -17,6 +26,9 @@ from pagoda.engine.recording.preparations import NotedPreparations
 
 _SAMPLING = ("n", "max_tokens", "min_tokens", "ignore_eos", "prompt_logprobs", "beam_search")
 """Sampling parameters that decide what is scheduled."""
+
+_NOTHING = SchedulerOutput(0, NO_INTS, NO_INTS, NO_INTS, NO_INTS, NO_INTS, 0)
+"""A step that no scheduler has planned, and that nothing runs."""
 
 _Owner = tuple[str, int]  # a request's name in the recording, and one of its sequences
 
@@ -57,15 +69,18 @@ class RecordingScheduler:
         self._owners: dict[int, list[_Owner]] = {}  # by step in flight, of its samples
         self._events: list[list[Any]] = []
         self._ended: list[RequestKey] = []  # requests, since the last line
+        self._began_with_room = True  # for more than what was unfinished
+        self._may_requeue = True  # a request has ended since: none is computed again and again
         inner.subscribe(self._note)
         self._files.write("begin", **self._head)
 
     def _note(self, event: Event) -> None:
-        if not self._files.is_open:
-            return
-        self._events.append(described(event, self._num_before))
+        if self._files.is_open:
+            self._events.append(described(event, self._num_before))
         if isinstance(event, Ended) and event.is_last:
-            self._ended.append((event.client, event.handle))
+            self._may_requeue |= self._began_with_room
+            if self._files.is_open:
+                self._ended.append((event.client, event.handle))
 
     def _write(self, op: str, **values: Any) -> None:
         """Write a call with the events that it caused."""
@@ -83,27 +98,37 @@ class RecordingScheduler:
         for kept in (self._labels, self._rows, self._texts):
             kept.clear()
 
-    def _begin_next_file(self) -> None:
+    def _begin_next_file(self, *, requeue: bool = False) -> None:
         """Begin the next file if that is due and the scheduler can start over, so that it can be replayed alone."""
-        if not self._files.is_due or not self._inner.start_over() or not self._files.begin_next():
+        unfinished = self._inner.start_over(requeue=requeue) if self._files.is_due else None
+        if unfinished is None or not self._files.begin_next():
             return
         self._forget_requests()
+        self._events, self._ended = [], []
         self._num_before, self._num_requests = self._num_steps, 0
         self._files.write("begin", **self._head)
+        for state in unfinished:
+            outputs = tuple([tuple(one.token_ids[state.spec.num_prompt_tokens :].tolist()) for one in state.sequences])
+            resumed = replace(state.spec, prior_output=() if state.awaiting_fork and not any(outputs) else outputs)
+            self._write_request("resume", resumed, progress=msgspec.to_builtins(state.progress, str_keys=True))
+        self._began_with_room, self._may_requeue = self._files.has_room, False
 
     # The scheduler
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, progress: Progress = NEW) -> None:
         self._begin_next_file()
-        self._inner.add_request(request)
-        if not self._files.is_open:
-            return
+        self._inner.add_request(request, progress)
+        if self._files.is_open:
+            self._write_request("add", request)
+
+    def _write_request(self, op: str, request: Request, **more: Any) -> None:
         self._num_requests += 1
         label = self._labels[request.key] = f"r{self._num_requests}"
         prompt, prior = self._texts.add(label, request)
         name, embeds = self._texts.name, request.prompt_embeds
         self._write(
-            "add",
+            op,
+            **more,
             id=label,
             prompt=prompt,
             prior=prior,
@@ -165,6 +190,10 @@ class RecordingScheduler:
         return done
 
     def schedule(self) -> SchedulerOutput:
+        if self._may_requeue and not self._files.is_open and self._files.is_due:
+            self._begin_next_file(requeue=True)
+            if not self._files.is_open and self._files.is_due:
+                return _NOTHING  # until the results of the steps in flight are back
         output = self._inner.schedule()
         self._num_steps = output.step
         answers, woken = self._preparations.take() if self._preparations is not None else ([], [])
@@ -262,8 +291,8 @@ class RecordingScheduler:
             },
         }
 
-    def start_over(self) -> bool:
-        return False  # it is the recording that asks for it
+    def start_over(self, *, requeue: bool = False) -> list[RequestState] | None:
+        return None  # it is the recording that asks for it
 
     @property
     def explain(self) -> DecisionLog:

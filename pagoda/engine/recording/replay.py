@@ -102,7 +102,7 @@ def _run(
     for number, line in enumerate(lines[1:], 2):
         if speed:
             time.sleep(max(0.0, began_s + (line["at"] - selection.begin_s) / speed - time.monotonic()))
-        if line["op"] == "add":
+        if line["op"] in ("add", "resume"):
             selection.add(line)
         recorded = [*([line["digest"]] if "digest" in line else []), *line["events"]]
         try:

@@ -9,6 +9,7 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.core.request import Reason, Request, RequestKey
+from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.engine.recording.files import RecordingFiles
 from pagoda.engine.recording.format import RecordedSettings
 from pagoda.engine.recording.preparations import NotedPreparations
@@ -47,7 +48,19 @@ class SlowPreparations:
 
 
 class _Recorded(RecordingScheduler):
-    """Traffic also asks what only a `Scheduler` knows."""
+    """Traffic also asks what only a `Scheduler` knows, and lets nothing run that was not planned."""
+
+    traffic: Traffic
+
+    def schedule(self) -> SchedulerOutput:
+        if not self._files.is_open:  # all may be preempted
+            self.traffic.reset_ids |= {*self._inner.running_ids(), *self._inner.swapped_ids()}  # type: ignore[attr-defined]
+        output = super().schedule()
+        if output.step == 0:  # the engine would apply the results of steps in flight, and ask again
+            while self.traffic.in_flight:
+                self.traffic.deliver()
+            output = super().schedule()
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -74,6 +87,7 @@ def record_traffic(
     files = RecordingFiles(path, traffic.clock, max_bytes)
     files.begin()
     recorded = _Recorded(traffic.scheduler, files, settings, preparations=noted, with_tokens=with_tokens)
+    recorded.traffic = traffic
     traffic.scheduler = recorded  # type: ignore[assignment]
 
 

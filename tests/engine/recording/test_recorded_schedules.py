@@ -53,7 +53,13 @@ class RecordedMachine(SchedulerMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.traffic = _Traffic(data.draw(setting_of(self.mode)))
         path = Path(self.folder.name) / "run"
-        record_traffic(self.traffic, path, with_tokens=with_tokens, max_bytes=25_000, slow=slow)
+        record_traffic(
+            self.traffic,
+            path,
+            with_tokens=with_tokens,
+            max_bytes=data.draw(st.sampled_from([7_000, 25_000])),
+            slow=slow,
+        )
 
     def _offer_drafts(self, right: int) -> None:
         self.traffic.num_right = right  # type: ignore[attr-defined]
@@ -74,6 +80,11 @@ class RecordedMachine(SchedulerMachine):
             SEEN.update(answer for line in lines if "prepared" in line for _, answer in line["prepared"]["answers"])
             if path.name != "run":
                 SEEN.add("later file")
+            for line in lines:
+                if line["op"] == "resume":
+                    SEEN.update(name for name in ("prior", "progress") if line[name])
+                    SEEN.update(f"resumes {name}" for name, value in line["progress"].items() if value)
+                    SEEN.update(["resumes beams"] if (line["sampling"] or {}).get("beam_search") else [])
             found = replay(path)
             assert found.difference is None, (path.name, found.difference)
             assert found.cut in ("", "the file had its largest size")
@@ -86,8 +97,9 @@ class RecordedPhases(RecordedMachine, PhasedMachine):
 
 def test_random_schedules_are_replayed_without_a_difference() -> None:
     for machine in (RecordedMachine, RecordedPhases):
-        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=90))
+        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=120))
     wanted = {"drafts", "encoder_inputs", "forks", "copies", "beams", "ADAPTER", "failed", "", "later file"}
+    wanted |= {"prior", "resumes was_admitted", "resumes has_output"}
     assert wanted <= SEEN
 
 

@@ -13,13 +13,17 @@ from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.main import make_app
+from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.engine.recording.files import NUM_FILES, RecordingFiles
-from pagoda.engine.recording.format import read_recording
+from pagoda.engine.recording.format import RecordedSettings, read_recording
+from pagoda.engine.recording.recorder import RecordingScheduler
 from pagoda.engine.recording.replay import replay
 from pagoda.engine.recording.selection import Selection
-from tests.core.traffic import Failure, Setting, Traffic
+from pagoda.executors.fake import FakeExecutor
+from tests.core.traffic import Failure, Setting, Traffic, make_request
+from tests.engine.driver import drive, make_core, request
 from tests.engine.recording.recorded_traffic import record_traffic
 
 SECRET = "alice-and-bob"
@@ -40,7 +44,15 @@ def setting_of(rng: random.Random) -> Setting:
     return Setting(options, CacheConfig(block_size=4), num_blocks=10, num_host_blocks=12)
 
 
-def record(path: Path, seed: int, *, with_tokens: bool = False, num_steps: int = 60, max_bytes: int = 1 << 20) -> None:
+def record(
+    path: Path,
+    seed: int,
+    *,
+    with_tokens: bool = False,
+    num_steps: int = 60,
+    max_bytes: int = 1 << 20,
+    pauses: bool = True,
+) -> None:
     """Run random requests, some of which share prefixes, are aborted or fail, and record them."""
     rng = random.Random(seed)
     setting = setting_of(rng)
@@ -48,7 +60,7 @@ def record(path: Path, seed: int, *, with_tokens: bool = False, num_steps: int =
     record_traffic(traffic, path, with_tokens=with_tokens, max_bytes=max_bytes)
     texts = [[rng.randrange(7) for _ in range(24)] for _ in range(2)]
     for number in range(num_steps):
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 or (not pauses and sum(traffic.scheduler.get_request_counts()) < 6):
             prompt = rng.choice(texts)[: rng.randrange(1, 24)] + [rng.randrange(7) for _ in range(rng.randrange(3))]
             sampling = SamplingParams(
                 n=rng.choice((1, 1, 2)), max_tokens=rng.randrange(1, 12), stop_token_ids=(3,), min_tokens=0
@@ -73,7 +85,7 @@ def record(path: Path, seed: int, *, with_tokens: bool = False, num_steps: int =
             traffic.plan(lambda _, fails=fails: Failure() if fails else None)
         if len(traffic.in_flight) >= traffic.depth:
             traffic.deliver()
-        if number % 50 == 49:  # nothing runs for a while
+        if pauses and number % 50 == 49:  # nothing runs for a while
             while traffic.in_flight:
                 traffic.deliver()
             traffic.drain()
@@ -182,6 +194,64 @@ def test_a_new_file_begins_when_nothing_runs_and_the_oldest_is_removed(tmp_path:
         assert found.difference is None
         assert found.num_steps > 5
         assert (tmp_path / name).stat().st_size < 60_100
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+@pytest.mark.parametrize("with_tokens", [False, True], ids=["made-up", "tokens"])
+def test_the_newest_files_of_a_server_that_is_never_idle_are_replayed(
+    tmp_path: Path, seed: int, with_tokens: bool
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, seed, num_steps=700, max_bytes=120_000, pauses=False, with_tokens=with_tokens)
+    files = list(tmp_path.iterdir())
+    assert len(files) == NUM_FILES
+    assert path not in files
+    num_steps: list[int] = []
+    for file in files:
+        lines, _ = read_recording(file)
+        assert lines[1]["op"] == "resume"
+        found = replay(file)
+        assert found.difference is None
+        assert file.stat().st_size < 120_100
+        num_steps.append(found.num_steps)
+    assert sorted(num_steps)[1] > 50  # the newest one may just have begun
+
+
+def test_requests_that_fill_most_of_a_file_are_not_begun_again_and_again(tmp_path: Path) -> None:
+    traffic = Traffic(Setting(SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8), CacheConfig(block_size=4)))
+    record_traffic(traffic, tmp_path / "run", max_bytes=9_000)
+    for number in range(20):
+        traffic.add(make_request(number, [number % 7] * 40, SamplingParams(max_tokens=20)))
+    while traffic.scheduler.has_unfinished_requests():
+        traffic.step()
+    assert traffic.scheduler.make_stats().preemptions <= 2
+    traffic.add(make_request(20, [1, 2, 3], SamplingParams(max_tokens=2)))
+    traffic.drain()
+    assert [replay(file).difference for file in tmp_path.iterdir()] == [None] * len(list(tmp_path.iterdir()))
+    assert not replay(max(tmp_path.iterdir())).cut
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_goes_on_with_the_same_tokens_when_a_full_file_is_followed_by_the_next(
+    tmp_path: Path, depth: int
+) -> None:
+    def run(max_bytes: int) -> dict[tuple[str, int], list[int]]:
+        is_async = depth > 1
+        options = SchedulerOptions(pipeline_depth=depth, async_scheduling=is_async)
+        core = make_core(
+            lambda rows: FakeExecutor(rows, 257, 4, vocab_size=1000), pipeline_depth=depth, async_scheduling=is_async
+        )
+        files = RecordingFiles(tmp_path / f"{max_bytes}", VirtualClock(), max_bytes)
+        files.begin()
+        settings = RecordedSettings(options, CacheConfig(block_size=4), (KVGroupSpec(layers=(0,)),), 64, 256)
+        core._scheduler = RecordingScheduler(core._scheduler, files, settings)
+        params = [SamplingParams(max_tokens=10 + 8 * number, n=2, ignore_eos=True) for number in range(12)]
+        return drive(core, [request(number, [number] * 9, one) for number, one in enumerate(params)]).tokens
+
+    assert run(20_000) == run(1 << 20)
+    files = [path for path in tmp_path.iterdir() if path.name.startswith("20000")]
+    assert len(files) == NUM_FILES
+    assert [replay(path).difference for path in files] == [None] * NUM_FILES
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
