@@ -209,7 +209,8 @@ def start_executor(
     sizes = sizes_to_try(setup)
     try:
         setup, capacity = fit_measured(setup, planned, executor.start(sizes), sizes)
-        executor.set_pools(capacity.num_blocks, capacity.num_host_blocks)
+        states = capacity.num_states, capacity.num_host_states
+        executor.set_pools(capacity.num_blocks, capacity.num_host_blocks, *states)
         return setup, capacity
     except StepTooLarge as error:
         raise no_step_fits(sizes, error) from error

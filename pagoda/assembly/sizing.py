@@ -8,6 +8,7 @@ from pagoda.assembly.engine_setup import EngineSetup, largest_ranks, options_of
 from pagoda.base.abbreviate import human_bytes
 from pagoda.base.errors import CapacityError, StepTooLarge
 from pagoda.base.ranks import RankPlace
+from pagoda.core.kv import BlockCounts
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.shares import read_share
 from pagoda.loading.weight_memory import PreparedAs, adapter_memory, weight_memory
@@ -16,9 +17,9 @@ from pagoda.worker.memory import (
     EmbedsMemory,
     EncoderMemory,
     KVCapacity,
+    bytes_of_blocks,
     embeds_memory,
     encoder_memory,
-    kv_block_bytes,
     memory_limit,
     plan_capacity,
     require_device_memory,
@@ -161,13 +162,14 @@ def _with_max_model_len(setup: EngineSetup, max_model_len: int) -> EngineSetup:
     )
 
 
-def _block_bytes(setup: EngineSetup) -> int:
-    """Return the bytes of a KV block on the rank that has the most of it."""
+def _block_bytes(setup: EngineSetup) -> BlockCounts:
+    """Return the bytes of a block of each KV pool, on the rank that has the most of it."""
     config = setup.config
     if config.parallel.pipeline_parallel_size == 1:
-        return kv_block_bytes(setup.groups, setup.kv_dtype, config.cache.block_size)
+        return bytes_of_blocks(setup.groups, setup.kv_dtype, config.cache.block_size)
     shares = (read_share(setup.files, config.model.quantization, place) for place in largest_ranks(config.parallel))
-    return max(kv_block_bytes(share.kv_groups, setup.kv_dtype, config.cache.block_size) for share in shares)
+    found = (bytes_of_blocks(share.kv_groups, setup.kv_dtype, config.cache.block_size) for share in shares)
+    return tuple(map(max, zip(*found, strict=True)))
 
 
 def _free_before_loading(setup: EngineSetup, sharing: int, weights: int) -> int:
@@ -181,9 +183,9 @@ def _free_before_loading(setup: EngineSetup, sharing: int, weights: int) -> int:
     return free - weights
 
 
-def _shares(capacities: Sequence[Capacity]) -> list[tuple[int, int]]:
-    """Return for each rank the bytes for its pools, an equal share of its memory, and those of a block."""
-    shares: list[tuple[int, int]] = []
+def _shares(capacities: Sequence[Capacity]) -> list[tuple[int, BlockCounts]]:
+    """Return for each rank the bytes for its pools, an equal share of its memory, and those of a block of each."""
+    shares: list[tuple[int, BlockCounts]] = []
     for rank in capacities:
         together = [one.free_bytes for one in capacities if one.memory == rank.memory]
         shares.append((min(together) // len(together), rank.block_bytes))

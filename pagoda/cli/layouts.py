@@ -77,15 +77,17 @@ def _layout(setup: "EngineSetup", shares: "SharesInMemory", size: int, stages: i
     from pagoda.assembly.engine_setup import options_of
     from pagoda.core.kv import KVSizing
     from pagoda.loading.weight_memory import adapter_memory
-    from pagoda.worker.memory import kv_block_bytes
+    from pagoda.worker.memory import bytes_of_blocks
 
     config, own, device = setup.config, setup.max_model_len, setup.device
     num_tokens = own if "max_model_len" in (config.given or ()) else min(own, _TYPICAL_TOKENS)
     sizing = KVSizing.of(setup.groups, config.cache.block_size, own, options_of(setup))
     # The last rank of a stage has what does not divide.
     trees = [shares.tree(RankPlace(size - 1, size, stage, stages)) for stage in range(stages)]
-    block_bytes = max(kv_block_bytes(tree.kv_groups, setup.kv_dtype, config.cache.block_size) for tree in trees)
-    kv_bytes = (sizing.blocks_for_request(num_tokens) + 1) * block_bytes  # one more is the null block
+    of_trees = (bytes_of_blocks(tree.kv_groups, setup.kv_dtype, config.cache.block_size) for tree in trees)
+    block_bytes, counts = map(max, zip(*of_trees, strict=True)), sizing.blocks_for_request(num_tokens)
+    # One more is the null block.
+    kv_bytes = sum((count + 1) * size for count, size in zip(counts, block_bytes, strict=True))
     weights = max(map(shares.weights, trees)) + (setup.drafting.memory_bytes if setup.drafting else 0)
     needed, lora = weights + kv_bytes, config.model.lora
     if lora.enable_lora:

@@ -34,7 +34,8 @@ class Plan:
         output; 0 for a model of text.
     is_largest_known: of images, whether a file of the model says how large they get; else largest_item is what the
         encoder can read.
-    state_bytes: what recurrent layers keep of a sequence, and in each of its cached blocks.
+    state_bytes: what recurrent layers keep of a sequence.   state_tokens: from one of its snapshots to the next.
+    num_states: blocks of states, if attention has blocks of its own, `num_blocks`; else 0.
     device: "cpu", or the GPU's name and memory.   memory_available: free on the device, before anything is loaded.
     is_measured: the worker makes kv_cache smaller by what the largest step takes of a GPU, measured at its start.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
@@ -63,6 +64,8 @@ class Plan:
     memory_available: int
     kv_bytes_per_token: int
     state_bytes: int
+    state_tokens: int
+    num_states: int
     has_windows: bool
     kv_cache: int
     is_measured: bool
@@ -200,15 +203,24 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         memory_available=setup.device.free_bytes(),
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
         state_bytes=state_bytes(setup.groups, setup.kv_dtype),
+        state_tokens=sizing.shared_size if sizing.has_states else 0,
+        num_states=capacity.num_states,
         has_windows=any(setup.spec.layer_windows),
         kv_cache=capacity.pool_bytes,
         is_measured=not setup.device.is_host and config.cache.kv_cache_memory is None,
         num_blocks=capacity.num_blocks,
-        block_size=capacity.block_size,
+        block_size=sizing.block_sizes[0],
         max_model_len=setup.max_model_len,
         kv_tokens=capacity.max_tokens,
         requests_by_length={
-            length: capacity.num_blocks // sizing.blocks_for_request(length, options.max_encoder_len)
+            length: min(
+                there // needed
+                for there, needed in zip(
+                    sizing.pool_sizes(capacity.num_blocks),
+                    sizing.blocks_for_request(length, options.max_encoder_len),
+                    strict=True,
+                )
+            )
             for length in sorted(lengths)
             if setup.groups
         },
@@ -250,10 +262,14 @@ def _print(made: Plan) -> None:
         rows.append(("KV", "none: all tokens of a text are computed in one step"))
         rows.append(("longest text", f"{human_count(made.max_model_len)} tokens"))
     else:
-        rows.append(("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}"))
+        if made.kv_bytes_per_token:
+            rows.append(("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}"))
         if made.state_bytes:
-            held = "per running request, and per cached block of its prompt"
-            rows.append(("state", f"{human_bytes(made.state_bytes)} as {made.kv_dtype} {held}"))
+            held = f"two per running request, and one per {human_count(made.state_tokens)} cached tokens"
+            rows.append(("state", f"{human_bytes(made.state_bytes)}: {held}"))
+            if made.num_states:
+                size = human_bytes(made.num_states * made.state_bytes)
+                rows.append(("", f"{human_count(made.num_states)} fit ({size} of the KV cache)"))
         rows.append(
             (
                 "KV cache",

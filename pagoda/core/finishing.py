@@ -75,7 +75,7 @@ def _num_shared_tokens(state: SchedulerState, request: RequestState) -> int:
     One token at least is left to compute: sequences may have lost their first one in flight, to a cache reset.
     """
     known = min(len(sequence.token_ids) for sequence in request.unfinished if sequence.row < 0)
-    return min(request.spec.num_prompt_tokens, known - 1) // state.kv.block_size * state.kv.block_size
+    return min(request.spec.num_prompt_tokens, known - 1) // state.kv.sizing.shared_size * state.kv.sizing.shared_size
 
 
 def _join(state: SchedulerState, plan: StepPlan, leader: int, request: RequestState, shared: int) -> None:

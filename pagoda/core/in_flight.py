@@ -101,9 +101,8 @@ def find_spoiled(
         for row in rows & written.keys():
             blocks |= _written_blocks(row, *written[row], after, kv)
         for init in step.admitted:  # in the order of admission: one may have found blocks of those before it
-            num_found = init.num_computed // kv.block_size
-            tables = [init.block_ids[group.index] for group in kv.tables.growing]
-            found = {block for table in tables for block in table[:num_found].tolist()}
+            tables = [(init.block_ids[group.index], group.block_size) for group in kv.tables.growing]
+            found = {block for table, size in tables for block in table[: init.num_computed // size].tolist()}
             if init.row not in rows and not blocks.isdisjoint(found):
                 rows.add(init.row)
                 if init.row in written:
@@ -116,9 +115,8 @@ def _fresh_blocks(step: SchedulerOutput, kv: KVCacheManager) -> set[int]:
     """Return the blocks that rows get in this step, to be written from then on."""
     fresh = {*step.block_delta.block_ids.tolist(), *step.swap_in[:, 1].tolist()}
     for init in step.admitted:
-        num_found = init.num_computed // kv.block_size
         for group in kv.tables.growing:
-            fresh.update(init.block_ids[group.index][num_found:].tolist())
+            fresh.update(init.block_ids[group.index][init.num_computed // group.block_size :].tolist())
     return fresh
 
 

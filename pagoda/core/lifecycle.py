@@ -100,9 +100,9 @@ def _note_reason(
     if request.held_for is reason:
         return
     request.held_for = reason
-    num_blocks, position = state.kv.most_blocks(request), queue.position(request)
+    num_blocks, num_free, position = sum(state.kv.most_blocks(request)), state.kv.num_free, queue.position(request)
     at = state.events.at(request.spec)
-    state.events.write(Held(*at, reason, position, stops_queue, num_blocks, state.kv.pool.num_free))
+    state.events.write(Held(*at, reason, position, stops_queue, num_blocks, num_free))
 
 
 def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:
@@ -160,7 +160,7 @@ def requeue(state: SchedulerState, request: RequestState, cause: RequestState | 
     cause: the request that it makes room for.
     """
     was_swapped = request.status is RequestStatus.SWAPPED
-    num_lost, free_before = lost_with(state, request).num_tokens, state.kv.pool.num_free
+    num_lost, free_before = lost_with(state, request).num_tokens, state.kv.num_free
     for sequence in request.sequences:
         if sequence.row >= 0:
             _free_row(state, sequence)
@@ -207,7 +207,7 @@ def _restart_search(state: SchedulerState, request: RequestState) -> None:
 
 def swap_out(state: SchedulerState, request: RequestState, cause: RequestState) -> None:
     """The request's KV moves to host memory; it waits there with all that it has computed.   cause: see `requeue`."""
-    free_before = state.kv.pool.num_free
+    free_before = state.kv.num_free
     sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
     num_blocks = state.kv.swap_out(sequences)
     state.events.write(Swapped(*state.events.at(request.spec), True, num_blocks))
@@ -223,7 +223,8 @@ def lost_with(state: SchedulerState, request: RequestState) -> RowWork:
     """Return what is lost with its KV, by row. Full prompt blocks, which its sequences share, are computed once."""
     rows = [int(state.table.num_computed[row]) for row in request.rows]
     counts = np.array(rows or [sequence.num_computed for sequence in request.unfinished], np.int32)
-    shared = min([request.spec.num_prompt_tokens, *counts.tolist()]) // state.kv.block_size * state.kv.block_size
+    size = state.kv.sizing.shared_size
+    shared = min([request.spec.num_prompt_tokens, *counts.tolist()]) // size * size
     start = np.full(len(counts), shared, np.int32)
     start[:1] = 0
     return RowWork(start, counts - start)
@@ -235,7 +236,7 @@ def _note_preempted(
     """Workers and readers of the events get to know it."""
     state.preempted.append(request.key)
     who = (None, None) if cause is None else cause.spec.key
-    num_freed = state.kv.pool.num_free - free_before
+    num_freed = state.kv.num_free - free_before
     state.events.write(Preempted(*state.events.at(request.spec), *who, mode, num_lost, num_freed))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.core.events import Admitted, Swapped
-from pagoda.core.kv import CachedPrefix
+from pagoda.core.kv import CachedPrefix, exceeds
 from pagoda.core.lifecycle import finish_all, finish_one, give_row, hold, move_to_running, refuse
 from pagoda.core.policy import RequestQueue
 from pagoda.core.preemption import next_victim, preempt, preempt_for
@@ -100,7 +100,7 @@ def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_
 def _end_outgrown(state: SchedulerState, plan: StepPlan, sequence: Sequence) -> None:
     """End a sequence that the pool cannot hold, with the tokens it has; a beam search ends as a whole."""
     request, rows = sequence.request, set(sequence.request.rows)
-    message = f"the KV cache has {state.kv.num_blocks} blocks: too few for this request to continue"
+    message = f"the KV cache has {sum(state.kv.num_blocks)} blocks: too few for this request to continue"
     for other in request.unfinished if request.spec.is_beam_search else [sequence]:
         if other.row >= 0:
             state.encoder.unplan_runs(plan, other)
@@ -111,7 +111,7 @@ def _end_outgrown(state: SchedulerState, plan: StepPlan, sequence: Sequence) -> 
 
 def _has_outgrown_pool(state: SchedulerState, request: RequestState, end: int) -> bool:
     """No preemption can help: even alone, the row could not continue."""
-    if state.kv.sizing.blocks_for_request(end, request.spec.encoder_len) > state.kv.num_blocks:
+    if exceeds(state.kv.sizing.blocks_for_request(end, request.spec.encoder_len), state.kv.num_blocks):
         return True
     return len(state.batch.requests) == 1 and len(request.unfinished) > 1
 
@@ -218,7 +218,7 @@ def _note_admitted(
     num_tokens = sum([len(sequence.token_ids) for sequence in entered])
     num_computed = sum([int(state.table.num_computed[sequence.row]) for sequence in entered])
     num_blocks = state.kv.tables.num_held(entered[0].row)
-    counts = num_tokens, num_cached, num_computed, num_new, num_blocks, state.kv.pool.num_free
+    counts = num_tokens, num_cached, num_computed, num_new, num_blocks, state.kv.num_free
     state.events.write(Admitted(*state.events.at(request.spec), kind, *counts))
 
 

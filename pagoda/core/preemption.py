@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from pagoda.base.config import PreemptionMode
 from pagoda.core.cost_model import CostModel, RowWork
+from pagoda.core.kv import exceeds
 from pagoda.core.lifecycle import lost_with, requeue, swap_out
 from pagoda.core.request import Reason, RequestState, RequestStatus
 from pagoda.core.rules import find_prefix
@@ -57,8 +58,8 @@ def _swaps(state: SchedulerState, victim: RequestState) -> bool:
         return False
     num_blocks = state.kv.host.blocks_to_swap_out(rows)
     prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
-    has_room = num_blocks <= state.kv.host.pool.num_free
-    return has_room and prefers_swap(victim, _computed_again(state, victim), num_blocks, state.costs)
+    has_room = not exceeds(num_blocks, state.kv.host.num_free())
+    return has_room and prefers_swap(victim, _computed_again(state, victim), sum(num_blocks), state.costs)
 
 
 def _computed_again(state: SchedulerState, victim: RequestState) -> RowWork:

@@ -50,10 +50,12 @@ def why_stopped(state: SchedulerState, request: RequestState, queue: RequestQueu
 
 def why_never(state: SchedulerState, request: RequestState) -> str | None:
     """Return why a waiting request can never be served: too many blocks or sequences, or too long for a step."""
-    config, num_blocks, num_prompt = state.config, state.kv.num_blocks, request.spec.num_prompt_tokens
-    need, num_seqs, longest = state.kv.most_blocks(request), len(request.unfinished), config.max_num_batched_tokens
-    if need > num_blocks:
-        return f"needs {need} KV blocks of the {num_blocks} there are"
+    config, num_prompt = state.config, request.spec.num_prompt_tokens
+    num_seqs, longest = len(request.unfinished), config.max_num_batched_tokens
+    kinds = "KV blocks", "blocks of recurrent states"
+    for need, there, kind in zip(state.kv.most_blocks(request), state.kv.num_blocks, kinds, strict=False):
+        if need > there:
+            return f"needs {need} {kind} of the {there} there are"
     if num_seqs > config.max_num_seqs:
         return f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
     if state.is_phased and num_prompt > longest:

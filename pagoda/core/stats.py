@@ -20,7 +20,8 @@ class SchedulerStats:
 
     num_running, num_waiting, num_swapped: requests.   num_deferred: of those that wait, how many do so for something of
     their own: a grammar, an adapter, a token in flight, or room for one more adapter in the batch.
-    kv_usage: share of the pool that is referenced, 0 to 1.
+    num_states, num_free_states: blocks of recurrent states, which have a pool of their own next to attention's; else 0.
+    kv_usage: share of the pool that is referenced, 0 to 1; of two pools, the larger share.
     running_adapters, waiting_adapters: names of the LoRA adapters of these requests; swapped ones wait.
     """
 
@@ -43,13 +44,16 @@ class SchedulerStats:
     num_swapped: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
+    num_states: int = 0
+    num_free_states: int = 0
     num_free_host_blocks: int = 0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
 
     @property
     def kv_usage(self) -> float:
-        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+        pools = (self.num_blocks, self.num_free_blocks), (self.num_states, self.num_free_states)
+        return max([1.0 - num_free / count for count, num_free in pools if count], default=0.0)
 
     def count(self, event: Event) -> None:
         """Add an event to the totals."""

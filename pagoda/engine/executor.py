@@ -26,7 +26,7 @@ class Executor(Protocol):
         """
         ...
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+    def set_pools(self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0) -> None:
         """Allocate the KV pools and prepare for steps, which can be submitted from now on. Called once.
 
         Raises CapacityError if a rank does not have the memory.

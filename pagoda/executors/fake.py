@@ -86,7 +86,7 @@ class FakeExecutor:
         """There are no weights and no pools: nothing limits them."""
         return ()
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+    def set_pools(self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0) -> None:
         self._alive = True
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":

@@ -37,7 +37,9 @@ class RankWorker(Protocol):
         """Return what is left for KV pools, when all ranks have loaded: see Executor.start."""
         ...
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None: ...
+    def set_pools(
+        self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0
+    ) -> None: ...
 
     def launch(self, output: SchedulerOutput) -> StepHandle:
         """Submit a step to the device."""
@@ -80,8 +82,8 @@ class InProcessExecutor:
         """The second half of `start`."""
         return (self._on_thread(self.worker.measure, sizes),)
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._on_thread(self.worker.set_pools, num_blocks, num_host_blocks)
+    def set_pools(self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0) -> None:
+        self._on_thread(self.worker.set_pools, num_blocks, num_host_blocks, num_states, num_host_states)
         self._alive = True
 
     def _on_thread(self, run: Callable[..., T], *args: Any) -> T:

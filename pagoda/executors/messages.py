@@ -81,9 +81,10 @@ class Measure(msgspec.Struct, frozen=True, tag="measure"):
 
 
 class SetPools(msgspec.Struct, frozen=True, tag="set_pools"):
+    """counts: as the arguments of Executor.set_pools."""
+
     number: int
-    num_blocks: int
-    num_host_blocks: int
+    counts: tuple[int, ...]
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

@@ -173,10 +173,9 @@ class MultiProcessExecutor:
         )
         return tuple(capacity for of_rank in measured.result() for capacity in of_rank)
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._ask(
-            "the KV pools", lambda number: SetPools(number, num_blocks, num_host_blocks), _values_of(type(None))
-        ).result()
+    def set_pools(self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0) -> None:
+        counts = num_blocks, num_host_blocks, num_states, num_host_states
+        self._ask("the KV pools", lambda number: SetPools(number, counts), _values_of(type(None))).result()
         self._is_running = True
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":

@@ -47,7 +47,9 @@ class RankExecutor(Protocol):
         """Return what this rank has for KV pools, once all ranks have loaded."""
         ...
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None: ...
+    def set_pools(
+        self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0
+    ) -> None: ...
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]": ...
 
@@ -103,8 +105,8 @@ class _Rank:
                     future.add_done_callback(partial(self._reply_to_call, number))
                 case Measure(number, sizes):
                     self._try(number, lambda sizes=sizes: executor.measure(sizes))
-                case SetPools(number, num_blocks, num_host_blocks):
-                    self._try(number, partial(executor.set_pools, num_blocks, num_host_blocks))
+                case SetPools(number, counts):
+                    self._try(number, partial(executor.set_pools, *counts))
                 case message:
                     raise AssertionError(f"no such message: {message}")
 

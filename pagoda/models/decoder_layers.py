@@ -7,6 +7,7 @@ from typing import ClassVar, TypeAlias
 
 from pagoda.layers.attention import FUSED_Q_K_V, Q_K_V, Attention, SharedKVAttention
 from pagoda.layers.latent_attention import LatentAttention
+from pagoda.layers.mamba2 import Mamba2
 from pagoda.layers.mlp import GatedMLP, MoE, PlainMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
@@ -17,7 +18,7 @@ from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
-AnyAttention: TypeAlias = Attention | LatentAttention | SharedKVAttention | ShortConv
+AnyAttention: TypeAlias = Attention | LatentAttention | SharedKVAttention | ShortConv | Mamba2
 """What mixes a layer's tokens."""
 
 

@@ -22,6 +22,7 @@ from pagoda.models.hunyuan import HUNYUAN
 from pagoda.models.idefics3 import IDEFICS3
 from pagoda.models.lfm2 import LFM2, LFM2_MOE
 from pagoda.models.llama import LLAMA
+from pagoda.models.mamba2 import MAMBA2
 from pagoda.models.minimax_m2 import MINIMAX_M2
 from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from pagoda.models.mistral4 import MISTRAL4
@@ -76,6 +77,7 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         COHERE2,
         LFM2,
         LFM2_MOE,
+        MAMBA2,
         SEED_OSS,
         ARCEE,
         APERTUS,

@@ -8,7 +8,7 @@ float16; sums are in float32. An op returns a new tensor. Every op gives each ro
 in the batch (the native kernels; the torch versions as far as torch's own library does).
 """
 
-from math import inf
+from math import inf, prod
 from typing import Protocol
 
 from pagoda.ops.batch import AttentionMetadata, KVLayer
@@ -140,12 +140,13 @@ class ForwardOps(Protocol):
         weight=Table("x"),
         eps=Scalar.F32,
         gate_first=Scalar.FLAG,
-        out=like("x"),
+        out=Out("x", lambda s: (prod(s["x"][1:]),)),
     )
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
         """rms_norm(x) * silu(gate), or with gate_first rms_norm(x * silu(gate)), over the last dimension of x.
 
-        x: [T, D] or [T, G, D].   gate: as many elements per token.   weight: [D] for all groups, or [G * D].
+        x: [T, D] or [T, G, D] -> [T, G * D].   gate: as many elements per token.
+        weight: [D] for all groups, or [G * D].
         """
         ...
 

@@ -236,7 +236,7 @@ class SeenRequests:
         """What it says of blocks, with those that are free now; the event tells how many were when it was written."""
         if self._view is None:
             return f"{self._in_words(last)}, when it was last considered"
-        free = self._stats.num_free_blocks
+        free = self._stats.num_free_blocks + self._stats.num_free_states
         why = self._in_words(replace(last, num_free_blocks=free)) or ""
         if last.num_blocks <= free:
             why = f"{why}, when it was last considered: it takes {last.num_blocks}, {free} are free now"

@@ -103,7 +103,8 @@ def _power_of_two(count: int) -> int:
 class BatchRows:
     """The rows of a batch, or of its tail, on the host: see AttentionMetadata.
 
-    tables: a block table per KV group.   max_query_len, max_seq_len: its largest of both.
+    tables: a block table per KV group.   block_sizes: tokens per block of each.
+    max_query_len, max_seq_len: its largest of both.
     shared: the shared prefix of each group, 0 tokens if it has none; empty if no group has one.
     last_seen: None: every token sees those up to its own.
     """
@@ -115,6 +116,7 @@ class BatchRows:
     max_seq_len: int
     shared: tuple[np.ndarray, ...] = ()
     last_seen: np.ndarray | None = None
+    block_sizes: Sequence[int] = ()
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -137,21 +139,23 @@ class BatchRows:
         seen[index] = np.maximum(seen[index], last_seen)
         return replace(self, last_seen=seen)
 
-    def padded(self, size: PaddedSize, block_size: int) -> "BatchRows":
+    def padded(self, size: PaddedSize) -> "BatchRows":
         """Return the same with more rows, and tables for more tokens.
 
         Padding tokens belong to padding rows at the end, which write to the null block; some of these have no tokens.
         """
-        count, num_blocks = len(self.seq_lens), -(-size.context // block_size)
+        count = len(self.seq_lens)
         num_tokens, per_row = int(self.query_start[-1]), size.max_query_len
         further = size.num_tokens - num_tokens - per_row * np.arange(size.num_rows - count, dtype=np.int32)
         further = np.clip(further, 0, per_row)
         query_start = np.concatenate([self.query_start, num_tokens + np.cumsum(further, dtype=np.int32)])
-        tables = [np.zeros((size.num_rows, num_blocks), np.int32) for _ in self.tables]
+        tables = [np.zeros((size.num_rows, -(-size.context // one)), np.int32) for one in self.block_sizes]
         for table, of_rows in zip(tables, self.tables, strict=True):
             table[:count, : of_rows.shape[1]] = of_rows
         seq_lens = np.concatenate([self.seq_lens, further])
-        return BatchRows(query_start, seq_lens, tables, per_row, size.context, self.shared)
+        return BatchRows(
+            query_start, seq_lens, tables, per_row, size.context, self.shared, block_sizes=self.block_sizes
+        )
 
     def ends(self, wanted: np.ndarray) -> tuple["BatchRows", np.ndarray]:
         """Return the shortest row ends that contain the tokens `wanted`, and their indices in the batch (int64).
@@ -173,12 +177,11 @@ class BatchRows:
         index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, counts)
         tables = [table[rows] for table in self.tables]
         seen = None if self.last_seen is None else self.last_seen[index]
-        ends = BatchRows(tail_start, seq_lens, tables, int(counts.max()), int(seq_lens.max()), last_seen=seen)
+        longest = int(counts.max()), int(seq_lens.max())
+        ends = BatchRows(tail_start, seq_lens, tables, *longest, last_seen=seen, block_sizes=self.block_sizes)
         return ends, index
 
-    def metadata(
-        self, slots: list[torch.Tensor], tensors: list[torch.Tensor], block_size: int
-    ) -> tuple[AttentionMetadata, ...]:
+    def metadata(self, slots: list[torch.Tensor], tensors: list[torch.Tensor]) -> tuple[AttentionMetadata, ...]:
         """slots: of the whole batch, per KV group.   tensors: `arrays`, on the device."""
         query_start, seq_lens, *tables = tensors
         seen = None if self.last_seen is None else tables.pop()
@@ -188,7 +191,9 @@ class BatchRows:
             AttentionMetadata(
                 query_start, seq_lens, table, of_group, block_size, max_query_len, max_seq_len, prefix, seen
             )
-            for of_group, table, prefix in zip(slots, tables[: len(slots)], shared, strict=True)
+            for of_group, table, prefix, block_size in zip(
+                slots, tables[: len(slots)], shared, self.block_sizes, strict=True
+            )
         )
 
 
@@ -260,7 +265,7 @@ def gather_rows(
     Of each token: the table row, its position (int32), and per KV group the slot of its keys and values (int64); groups
     of cross attention have CrossRows.
     """
-    block_size, num_rows = table.block_size, len(output.rows)
+    sizes, num_rows = table.growing_sizes, len(output.rows)
     # Kernels read raw int32 memory.
     start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
     query_start = np.zeros(num_rows + 1, np.int32)
@@ -273,9 +278,14 @@ def gather_rows(
     else:
         token_rows, at_row = np.repeat(output.rows, num_new), np.repeat(np.arange(num_rows), num_new)
         positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
-    block, offset = np.divmod(positions, block_size)
-    tables = [of_group[output.rows, : -(-max_seq_len // block_size)] for of_group in table.growing_tables]
-    slots = [of_rows[at_row, block].astype(np.int64) * block_size + offset for of_rows in tables]
+    tables: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    for of_group, block_size in zip(table.growing_tables, sizes, strict=True):
+        block, offset = np.divmod(positions, block_size)
+        of_rows = of_group[output.rows, : -(-max_seq_len // block_size)]
+        tables.append(of_rows)
+        slots.append(of_rows[at_row, block].astype(np.int64) * block_size + offset)
     if not tables:  # a model without KV still needs to know where rows begin
-        tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
-    return BatchRows(query_start, seq_lens, tables, max_query_len, max_seq_len), token_rows, positions, slots
+        tables, slots, sizes = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)], [table.block_size]
+    rows = BatchRows(query_start, seq_lens, tables, max_query_len, max_seq_len, block_sizes=sizes)
+    return rows, token_rows, positions, slots

@@ -9,19 +9,20 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.core.kv import KVGroupSpec, KVShape, by_pool
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.worker.devices import Device
-from pagoda.worker.memory import KVSlot, kv_slots, state_size
+from pagoda.worker.memory import KVSlot, kv_slots
 
 
 class CacheEngine:
     """Owns the pools. The scheduler decides what each block contains.
 
-    layers: the KVLayer of each layer with a KV cache. The i-th layers of all groups share the i-th slot (see
-        KVGroupSpec), so with several groups some of these share memory.
+    layers: the KVLayer of each layer with a KV cache. The i-th layers of all groups with attention share the i-th slot
+        (see KVGroupSpec), so with several groups some of these share memory. States have tensors of their own.
+    num_blocks: of attention, or of states if the model has no other KV.
     swap_s: seconds that the host spent on the swaps of the last step.
     """
 
@@ -34,29 +35,30 @@ class CacheEngine:
         dtype: torch.dtype,
         device: Device,
         make_blocks: Callable[[Sequence[torch.Tensor]], DeviceBlocks] = DeviceBlocks,
+        num_states: int = 0,
+        num_host_states: int = 0,
     ) -> None:
         """num_blocks: usable blocks, in addition to the null block 0.   dtype: 8 bits add scales.
 
-        make_blocks: see CacheOps.
+        make_blocks: see CacheOps.   num_states, num_host_states: blocks of a second pool, of states.
         """
         self.num_blocks = num_blocks
-        self.num_host_blocks = num_host_blocks
         self.swap_s = 0.0
-        slots = kv_slots(groups)
-        planes = [_new_planes(slot, num_blocks + 1, block_size, dtype, device) for slot in slots]
-        self._blocks = make_blocks([plane for of_slot in planes for plane in of_slot])
-        self._host: HostBlocks | None = None
-        if num_host_blocks > 0 and slots:
-            # Host block ids start at 1, like the device's, so the host pool also has a block 0.
-            self._host = HostBlocks(self._blocks, num_host_blocks + 1, device)
         layers: dict[int, KVLayer] = {}
-        for group in groups:
-            for number, layer in enumerate(group.layers):
-                turn, slot = divmod(number, len(slots))
-                if group.kind is KVGroupKind.STATE:
-                    layers[layer] = planes[slot].state(group.shape, turn * state_size(group))
-                else:
-                    layers[layer] = planes[slot].seen_as(group.shape, block_size)
+        self._pools: list[_Pool] = []
+        counts = (num_blocks, num_host_blocks), (num_states, num_host_states)
+        after = after_host = 0
+        for of_pool, (count, host_count) in zip(by_pool(groups), counts, strict=False):
+            if of_pool and of_pool[0].has_states:
+                planes = _add_states(layers, of_pool, count + 1, dtype, device)
+            else:
+                planes = _add_pages(layers, of_pool, count + 1, block_size, dtype, device)
+            blocks, host = make_blocks(planes), None
+            if host_count > 0 and planes:
+                # Host block ids start at 1, like the device's, so the host pool also has a block 0.
+                host = HostBlocks(blocks, host_count + 1, device)
+            self._pools.append(_Pool(blocks, host, after, after_host))
+            after, after_host = after + count, after_host + host_count
         if sorted(layers) != list(range(len(layers))):
             raise ConfigError(f"KV groups must name every layer once, got layers {sorted(layers)}")
         self.layers = [layers[layer] for layer in sorted(layers)]
@@ -77,18 +79,78 @@ class CacheEngine:
 
     def swap_out(self, pairs: np.ndarray) -> None:
         """Copy device blocks pairs[:, 0] to host blocks pairs[:, 1]; int32 [k, 2]."""
-        if self._host is not None and len(pairs):
-            self._host.store(self._blocks.read(pairs[:, 0]), pairs[:, 1])
+        for pool, own in self._divide(pairs, True, False):
+            if pool.host is not None:
+                pool.host.store(pool.blocks.read(own[:, 0]), own[:, 1])
 
     def swap_in(self, pairs: np.ndarray) -> None:
         """Copy host blocks pairs[:, 0] to device blocks pairs[:, 1]; int32 [k, 2]."""
-        if self._host is not None and len(pairs):
-            self._blocks.write(pairs[:, 1], self._host.load(pairs[:, 0]))
+        for pool, own in self._divide(pairs, False, True):
+            if pool.host is not None:
+                pool.blocks.write(own[:, 1], pool.host.load(own[:, 0]))
 
     def copy(self, pairs: np.ndarray) -> None:
         """Copy device blocks pairs[:, 0] to device blocks pairs[:, 1]; read all sources before writing any target."""
-        if len(pairs):
-            self._blocks.copy(pairs)
+        for pool, own in self._divide(pairs, True, True):
+            pool.blocks.copy(own)
+
+    def _divide(self, pairs: np.ndarray, *on_device: bool) -> "Iterator[tuple[_Pool, np.ndarray]]":
+        """Yield the pairs of each pool that has some, with the numbers its blocks have in the pool.
+
+        on_device: whether the first of a pair is a block of the device, and whether the second is.
+        """
+        if len(self._pools) == 1:
+            if len(pairs):
+                yield self._pools[0], pairs
+            return
+        column = 0 if on_device[0] else 1
+        is_state = pairs[:, column] > self._pools[1].after
+        for number, pool in enumerate(self._pools):
+            if (is_state == bool(number)).any():
+                shift = [pool.after if of_device else pool.after_host for of_device in on_device]
+                yield pool, pairs[is_state == bool(number)] - np.array(shift, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pool:
+    """Blocks that can take the place of each other.   after, after_host: the last ids of the pools before it."""
+
+    blocks: DeviceBlocks
+    host: "HostBlocks | None"
+    after: int
+    after_host: int
+
+
+def _add_pages(
+    layers: dict[int, KVLayer],
+    groups: tuple[KVGroupSpec, ...],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: Device,
+) -> list[torch.Tensor]:
+    """Add the layers of `groups`, which have attention. Return the tensors with their blocks."""
+    planes = [_new_planes(slot, num_blocks, block_size, dtype, device) for slot in kv_slots(groups)]
+    for group in groups:
+        for number, layer in enumerate(group.layers):
+            layers[layer] = planes[number].seen_as(group.shape, block_size)
+    return [plane for of_slot in planes for plane in of_slot]
+
+
+def _add_states(
+    layers: dict[int, KVLayer], groups: tuple[KVGroupSpec, ...], num_blocks: int, dtype: torch.dtype, device: Device
+) -> list[torch.Tensor]:
+    """Add the layers of `groups`, which are recurrent. Return the tensors with their states."""
+    planes: list[torch.Tensor] = []
+    for group in groups:
+        shape = group.shape
+        for layer in group.layers:
+            k = device.zeros((num_blocks, shape.num_heads * shape.key_dim), dtype)
+            v = device.zeros((num_blocks, shape.state_size), torch.float32) if shape.state else None
+            window = k.unflatten(1, (shape.num_heads, 1, shape.key_dim))
+            layers[layer] = KVLayer(window, window[..., :0] if v is None else v.unflatten(1, shape.state))
+            planes += [k] if v is None else [k, v]
+    return planes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,12 +175,6 @@ class _Planes:
             None if self.v_scale is None else _begin(self.v_scale, (heads, block_size)),
         )
 
-    def state(self, shape: KVShape, first: int) -> KVLayer:
-        """Return a view of the state in each block that begins at element `first`."""
-        size = shape.num_heads * shape.key_dim
-        k = self.k[:, first : first + size].unflatten(1, (shape.num_heads, 1, shape.key_dim))
-        return KVLayer(k, k[..., :0])
-
 
 def _begin(plane: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return plane[:, : math.prod(shape)].unflatten(1, shape)
@@ -129,8 +185,7 @@ def _new_planes(slot: KVSlot, num_blocks: int, block_size: int, dtype: torch.dty
         # Zeros, not garbage, because a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN.
         return device.zeros((num_blocks, elements), of)
 
-    k = plane(slot.keys_per_block(block_size))
-    v = plane(slot.values * block_size) if slot.values else k[:, :0]  # a slot of states alone
+    k, v = plane(slot.keys * block_size), plane(slot.values * block_size)
     if dtype.itemsize > 1:
         return _Planes(k, v, None, None)
     return _Planes(k, v, *(plane(slot.scales * block_size, torch.float32) for _ in range(2)))

@@ -19,13 +19,13 @@ class Capacity:
     """What a rank has for its KV pools, measured when all ranks have loaded their weights.
 
     memory: names the memory; ranks that name the same one share it.   free_bytes: of it, next to the largest step if
-    one was tried.   block_bytes: of a KV block on this rank, with all of the layers it computes.
+    one was tried.   block_bytes: of a block of each KV pool on this rank, with all of the layers it computes.
     num_too_large: how many of the sizes of steps that were tried do not fit.   why: the first of them does not; "".
     """
 
     memory: str
     free_bytes: int
-    block_bytes: int
+    block_bytes: tuple[int, ...]
     num_too_large: int = 0
     why: str = ""
 

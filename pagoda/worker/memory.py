@@ -13,7 +13,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_HELD_MEDIA_BYTES, ServerLimits
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVSizing, layers_per_block
+from pagoda.core.kv import BlockCounts, KVGroupSpec, KVSizing, by_pool, exceeds, layers_per_block
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Vector
@@ -30,6 +30,7 @@ class KVCapacity:
 
     num_blocks, num_host_blocks: usable blocks.   block_bytes: bytes per block, all layers included.
     max_tokens: longest single sequence that fits in the pool.
+    num_states, num_host_states, state_bytes: the same of blocks of states, where they have pools of their own; else 0.
     """
 
     num_blocks: int
@@ -37,10 +38,22 @@ class KVCapacity:
     block_size: int
     block_bytes: int
     max_tokens: int
+    num_states: int = 0
+    num_host_states: int = 0
+    state_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return self.num_blocks * self.block_bytes + self.num_states * self.state_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the pools with their null blocks."""
+        return self.pool_bytes + self.block_bytes + self.state_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.num_host_blocks * self.block_bytes + self.num_host_states * self.state_bytes
 
 
 def smallest(capacities: Sequence[KVCapacity]) -> KVCapacity:
@@ -51,6 +64,9 @@ def smallest(capacities: Sequence[KVCapacity]) -> KVCapacity:
         capacities[0].block_size,
         max(one.block_bytes for one in capacities),
         min(one.max_tokens for one in capacities),
+        min(one.num_states for one in capacities),
+        min(one.num_host_states for one in capacities),
+        max(one.state_bytes for one in capacities),
     )
 
 
@@ -126,51 +142,75 @@ def plan_capacity(
     free_bytes: int,
     scheduler: SchedulerOptions,
     debug: DebugConfig | None = None,
-    block_bytes: int | None = None,
+    block_bytes: BlockCounts | None = None,
 ) -> KVCapacity:
     """Size the pools of a rank by `kv_cache_memory` bytes, else `gpu_memory_utilization` of free_bytes.
 
     free_bytes: free device memory after loading the weights.   scheduler: its chunk sizes determine how many blocks a
     sliding window needs.   debug: its `num_blocks` and `num_host_blocks`, where given, are taken as they are.
-    block_bytes: of a block on this rank; None: `groups` are all that it computes.
+    block_bytes: of a block of each pool on this rank; None: `groups` are all that it computes.
     Raises CapacityError if one sequence of max_model_len does not fit; an explicit num_blocks is not checked.
     """
     debug = debug or DebugConfig()
     if not groups:  # one block, which nothing needs and which takes no memory
         return KVCapacity(1, 0, cache.block_size, 0, max_model_len)
-    if block_bytes is None:
-        block_bytes = kv_block_bytes(groups, kv_dtype, cache.block_size)
+    sizing = KVSizing.of(groups, cache.block_size, max_model_len, scheduler)
+    of_blocks = block_bytes or bytes_of_blocks(groups, kv_dtype, cache.block_size)
     budget = cache.kv_cache_memory
     if budget is None:
         budget = int(free_bytes * cache.gpu_memory_utilization)
     num_blocks = debug.num_blocks
     if num_blocks is None:
-        num_blocks = max(0, budget // block_bytes - 1)  # one more is the null block
-        sizing = KVSizing.of(groups, cache.block_size, max_model_len, scheduler)
+        num_blocks = _most_blocks(sizing, budget, of_blocks)
         needed = sizing.blocks_for_request(max_model_len, scheduler.max_encoder_len)
-        if num_blocks < needed:
-            fits = _longest_request(groups, cache.block_size, num_blocks, scheduler)
-            raise CapacityError(_too_little(cache, max_model_len, budget, (needed + 1) * block_bytes, fits))
+        if exceeds(needed, sizing.pool_sizes(num_blocks)):
+            fits = _longest_request(groups, cache.block_size, max_model_len, num_blocks, scheduler)
+            at_least = _pool_bytes(sizing, needed[0], of_blocks)
+            raise CapacityError(_too_little(cache, max_model_len, budget, at_least, fits))
     host_blocks = debug.num_host_blocks
     if host_blocks is None:
-        host_blocks = int(cache.swap_space * _GIB) // block_bytes
+        host_blocks = _most_blocks(sizing, int(cache.swap_space * _GIB) + sum(of_blocks), of_blocks)
     for count, what in ((num_blocks, "kv_cache_memory"), (host_blocks, "swap_space")):
         if count > _MAX_BLOCKS:
             raise CapacityError(f"{what} would make {count} blocks; at most {_MAX_BLOCKS} are possible: set it lower")
-    fits = _longest_request(groups, cache.block_size, num_blocks, scheduler)
-    return KVCapacity(num_blocks, host_blocks, cache.block_size, block_bytes, fits)
+    fits = _longest_request(groups, cache.block_size, max_model_len, num_blocks, scheduler)
+    num_states, num_host_states = (sum(sizing.pool_sizes(count)[1:]) for count in (num_blocks, host_blocks))
+    counts = num_blocks, host_blocks, cache.block_size, of_blocks[0], fits
+    return KVCapacity(*counts, num_states, num_host_states, sum(of_blocks[1:]))
+
+
+def _pool_bytes(sizing: KVSizing, num_blocks: int, block_bytes: BlockCounts) -> int:
+    """Return the bytes of all pools, with their null blocks, if the first has `num_blocks`."""
+    return sum((count + 1) * size for count, size in zip(sizing.pool_sizes(num_blocks), block_bytes, strict=True))
+
+
+def _most_blocks(sizing: KVSizing, budget: int, block_bytes: BlockCounts) -> int:
+    """Return the most blocks of the first pool with which all take no more than `budget` bytes."""
+    low, high = 0, max(0, min(budget // max(block_bytes[0], 1), _MAX_BLOCKS + 2) - 1)  # a stage may have none of it
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _pool_bytes(sizing, middle, block_bytes) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _longest_request(
-    specs: tuple[KVGroupSpec, ...], block_size: int, num_blocks: int, scheduler: SchedulerOptions
+    specs: tuple[KVGroupSpec, ...], block_size: int, max_model_len: int, num_blocks: int, scheduler: SchedulerOptions
 ) -> int:
-    """The largest max_model_len (a multiple of block_size) of which one sequence fits `num_blocks` blocks."""
+    """The largest max_model_len (a multiple of block_size) of which one sequence fits `num_blocks` blocks.
+
+    Of states alone, which any length has as many of: the model's.
+    """
     low, high = 0, num_blocks  # in blocks of one group
+    if all(spec.has_states for spec in specs):
+        high = max_model_len // block_size
     while low < high:
         middle = (low + high + 1) // 2
         length = middle * block_size
         sizing = KVSizing.of(specs, block_size, length, scheduler)
-        if sizing.blocks_for_request(length, scheduler.max_encoder_len) <= num_blocks:
+        if not exceeds(sizing.blocks_for_request(length, scheduler.max_encoder_len), sizing.pool_sizes(num_blocks)):
             low = middle
         else:
             high = middle - 1
@@ -189,7 +229,7 @@ def require_host_memory(
     if limit_bytes is None or (left := limit_bytes - reserved_bytes) <= 0:
         return
     if is_on_host:
-        pool = (capacity.num_blocks + 1) * capacity.block_bytes  # one more is the null block
+        pool = capacity.device_bytes
         if pool > left:
             given = cache.kv_cache_memory
             size = f"kv_cache_memory={given}" if given is not None else f"a KV cache of {capacity.num_blocks} blocks"
@@ -198,7 +238,7 @@ def require_host_memory(
                 f"leave {human_bytes(left)}; set kv_cache_memory={left} or less"
             )
         left -= pool
-    swap = capacity.num_host_blocks * capacity.block_bytes
+    swap = capacity.host_bytes
     if swap > left:
         raise CapacityError(
             f"swap_space={cache.swap_space} GiB does not fit in memory, of which the weights and the KV cache leave "
@@ -211,7 +251,7 @@ def require_device_memory(capacity: KVCapacity, cache: CacheConfig, left_bytes: 
 
     taken_by: what takes the rest of its memory.
     """
-    pool = (capacity.num_blocks + 1) * capacity.block_bytes  # one more is the null block
+    pool = capacity.device_bytes
     if cache.kv_cache_memory is not None and pool > left_bytes:
         raise CapacityError(
             f"kv_cache_memory={cache.kv_cache_memory} does not fit in the GPU's memory, of which {taken_by} leave "
@@ -241,63 +281,60 @@ class KVSlot:
     """One K and one V tensor, shared by the i-th layers of all groups and as large as the largest of them needs.
 
     keys, values: elements per token.   scales: per token and tensor, in a cache of 8 bits.
-    states: elements per block of the states that share the K tensor; it is as large as they are at least.
     """
 
     keys: int
     values: int
     scales: int
-    states: int = 0
-
-    def keys_per_block(self, block_size: int) -> int:
-        return max(self.keys * block_size, self.states)
 
 
 def kv_slots(groups: tuple[KVGroupSpec, ...]) -> tuple[KVSlot, ...]:
-    """Return the slots of a block: as many as the largest group has layers."""
-    num_slots = layers_per_block(groups)
-    attention = [group for group in groups if group.kind is not KVGroupKind.STATE]
-    states = [group for group in groups if group.kind is KVGroupKind.STATE]
+    """Return the slots of a block of `groups`, which have attention: as many as the largest group has layers."""
     slots: list[KVSlot] = []
-    for slot in range(num_slots):
-        shapes = [group.shape for group in attention if len(group.layers) > slot]
+    for slot in range(layers_per_block(groups)):
+        shapes = [group.shape for group in groups if len(group.layers) > slot]
         slots.append(
             KVSlot(
-                keys=max((shape.num_heads * shape.key_dim for shape in shapes), default=0),
-                values=max((shape.num_heads * shape.value_dim for shape in shapes), default=0),
-                scales=max((shape.num_heads for shape in shapes), default=0),
-                states=max((len(group.layers[slot::num_slots]) * state_size(group) for group in states), default=0),
+                keys=max(shape.num_heads * shape.key_dim for shape in shapes),
+                values=max(shape.num_heads * shape.value_dim for shape in shapes),
+                scales=max(shape.num_heads for shape in shapes),
             )
         )
     return tuple(slots)
-
-
-def state_size(group: KVGroupSpec) -> int:
-    """Return the elements of a layer's state."""
-    return group.shape.num_heads * group.shape.key_dim
 
 
 def kv_bytes_per_token(groups: tuple[KVGroupSpec, ...], kv_dtype: str) -> int:
     """Return the bytes of a token's K and V in all layers, without padding between unequal groups, and without states,
     of which a sequence has as many as blocks.
     """
-    return sum(kv_block_bytes((group,), kv_dtype, 1) for group in groups if group.kind is not KVGroupKind.STATE)
+    return sum(kv_block_bytes((group,), kv_dtype, 1) for group in groups if not group.has_states)
+
+
+def bytes_of_blocks(groups: tuple[KVGroupSpec, ...], kv_dtype: str, block_size: int) -> BlockCounts:
+    """Return the bytes of a block of each pool."""
+    return tuple(
+        state_bytes(pool, kv_dtype) if pool and pool[0].has_states else kv_block_bytes(pool, kv_dtype, block_size)
+        for pool in by_pool(groups)
+    )
 
 
 def kv_block_bytes(groups: tuple[KVGroupSpec, ...], kv_dtype: str, block_size: int) -> int:
-    """Return the bytes per block, in all slots: K and V, and the scales of a cache of 8 bits."""
+    """Return the bytes per block of `groups` with attention, in all slots: K and V, and the scales of 8 bits."""
     slots, scale_bytes = kv_slots(groups), _SCALE_BYTES if kv_dtype in WITH_SCALES else 0
     return sum(
-        (slot.keys_per_block(block_size) + slot.values * block_size) * DTYPE_BYTES[kv_dtype]
-        + 2 * slot.scales * block_size * scale_bytes
+        (slot.keys + slot.values) * block_size * DTYPE_BYTES[kv_dtype] + 2 * slot.scales * block_size * scale_bytes
         for slot in slots
     )
 
 
 def state_bytes(groups: tuple[KVGroupSpec, ...], kv_dtype: str) -> int:
     """Return the bytes of the states of one sequence, in all recurrent layers; 0 without any."""
-    sizes = (len(group.layers) * state_size(group) for group in groups if group.kind is KVGroupKind.STATE)
-    return DTYPE_BYTES[kv_dtype] * sum(sizes)
+    return sum(
+        len(group.layers) * (shape.num_heads * shape.key_dim * DTYPE_BYTES[kv_dtype] + 4 * shape.state_size)
+        for group in groups
+        if group.has_states
+        for shape in (group.shape,)
+    )
 
 
 _HOST_BYTES = 2 * DTYPE_BYTES["float32"]

@@ -161,7 +161,7 @@ class StagingBatch:
             named[EMBED_ROWS] = embeds.index
         unknown = last_tokens.unknown(token_rows, positions) if last_tokens is not None else _NONE
         if size is not None:
-            rows = tail = rows.padded(size, block_size)
+            rows = tail = rows.padded(size)
             further = np.arange(size.num_tokens - num_tokens, dtype=np.int32) % size.max_query_len
             token_ids, positions = _with_zeros(token_ids, size.num_tokens), np.concatenate([positions, further])
             slots = [_with_zeros(of_group, size.num_tokens) for of_group in slots]
@@ -196,8 +196,8 @@ class StagingBatch:
         if last_tokens is not None and unknown.size:
             whose, their_rows = of_unknown
             of_tokens[0].index_copy_(0, whose, last_tokens.tokens.index_select(0, their_rows))
-        metadata = rows.metadata(of_slots, of_rows, block_size)
-        tail_metadata = metadata if tail is rows else tail.metadata(of_slots, of_tail, block_size)
+        metadata = rows.metadata(of_slots, of_rows)
+        tail_metadata = metadata if tail is rows else tail.metadata(of_slots, of_tail)
         if cross is not None and cross_tail is not None:
             is_all, groups = cross_tail is cross, table.cross_groups
             metadata = cross.among(metadata, groups, of_cross)

@@ -27,11 +27,11 @@ from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.launched_steps import LaunchedStep
 from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
-from pagoda.worker.memory import kv_block_bytes
+from pagoda.worker.memory import bytes_of_blocks
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.speculation.loaded_draft import speculator_of
 from pagoda.worker.staging import RowEmbeds
-from pagoda.worker.table_mirror import RotaryPositions, TableMirror
+from pagoda.worker.table_mirror import RotaryPositions, TableGroups, TableMirror
 
 logger = logging.getLogger("pagoda")
 
@@ -79,7 +79,7 @@ class Worker:
     def _capacity(self, loaded: LoadedModel, free_bytes: int, why: Sequence[StepTooLarge]) -> Capacity:
         config, device = self._config, loaded.device
         memory = "host" if device.is_host else f"{device.name}:{device.index}"
-        block_bytes = kv_block_bytes(loaded.model.kv_groups, config.kv_dtype, config.block_size)
+        block_bytes = bytes_of_blocks(loaded.model.kv_groups, config.kv_dtype, config.block_size)
         return Capacity(f"{memory} of {platform.node()}", free_bytes, block_bytes, len(why), str(why[0]) if why else "")
 
     def _model(self) -> LoadedModel:
@@ -138,11 +138,11 @@ class Worker:
             for _ in range(2):
                 runs.run(steps.decodes(num_rows, num_drafts))
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+    def set_pools(self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0) -> None:
         """Allocate the KV pools, and warm up. Raises CapacityError if they do not fit."""
         loaded = self._model()
         begin_s = time.perf_counter()
-        cache = self._make_cache(loaded, num_blocks, num_host_blocks)
+        cache = self._make_cache(loaded, num_blocks, num_host_blocks, num_states, num_host_states)
         self._runner = self._make_runner(loaded, cache)
         self._runner.warm_up()
         logger.info(
@@ -153,7 +153,9 @@ class Worker:
             time.perf_counter() - begin_s,
         )
 
-    def _make_cache(self, loaded: LoadedModel, num_blocks: int, num_host_blocks: int) -> CacheEngine:
+    def _make_cache(
+        self, loaded: LoadedModel, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0
+    ) -> CacheEngine:
         config = self._config
         try:
             return CacheEngine(
@@ -164,11 +166,13 @@ class Worker:
                 DTYPES[config.kv_dtype],
                 loaded.device,
                 loaded.ops.make_device_blocks,
+                num_states,
+                num_host_states,
             )
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise CapacityError(f"{num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
 
-    def _make_table(self, model: Model, max_len: int) -> TableMirror:
+    def _make_table(self, model: Model, max_len: int, num_blocks: int = 0) -> TableMirror:
         config = self._config
         rotary = RotaryPositions(model, config.max_rows) if model.position_runs else None
         return TableMirror(
@@ -180,6 +184,7 @@ class Worker:
             config.max_encoder_len,
             rotary,
             config.logprobs_mode,
+            TableGroups.of(model.kv_groups, config.block_size, num_blocks),
         )
 
     def _make_encoders(self, loaded: LoadedModel) -> EncoderOutputs | None:
@@ -189,7 +194,7 @@ class Worker:
 
     def _make_runner(self, loaded: LoadedModel, cache: CacheEngine) -> ModelRunner:
         config, model, device = self._config, loaded.model, loaded.device
-        table = self._make_table(model, loaded.max_len)
+        table = self._make_table(model, loaded.max_len, cache.num_blocks)
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
         samples, grammars, speculator = config.place.samples, None, None
         if config.grammars is not None and samples:

@@ -30,9 +30,9 @@ def test_steps_and_pools_are_those_of_the_devices_with_least_room(tmp_path: Path
     setup = resolve_engine(EngineConfig.for_engine(model=str(write_tiny_llama(tmp_path)), device="cpu"))
     sizes = [StepSize(256, 2048), StepSize(256, 1024), StepSize(256, 512)]
     measured = [
-        Capacity("cuda:0 of a", 2 * GIB, 1 << 20),
-        Capacity("cuda:0 of b", 3 * GIB, 1 << 20, 2, "steps of 2048 tokens do not fit"),
-        Capacity("cuda:1 of b", 4 * GIB, 1 << 20, 1, "steps of 2048 tokens do not fit"),
+        Capacity("cuda:0 of a", 2 * GIB, (1 << 20,)),
+        Capacity("cuda:0 of b", 3 * GIB, (1 << 20,), 2, "steps of 2048 tokens do not fit"),
+        Capacity("cuda:1 of b", 4 * GIB, (1 << 20,), 1, "steps of 2048 tokens do not fit"),
     ]
     setup, capacity = fit_measured(setup, None, measured, sizes)
     assert setup.config.scheduler.max_num_batched_tokens == 512

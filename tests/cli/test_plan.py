@@ -154,7 +154,18 @@ def test_states_are_shown_next_to_the_kv_of_attention(capsys: pytest.CaptureFixt
     assert made["state_bytes"] == 3 * 2 * 96 * 4
     with pytest.raises(SystemExit):
         main(["plan", str(tmp_path), "--dtype", "float32", *FLAGS[:-1]])
-    assert "2.2 KiB as float32 per running request" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "2.2 KiB: two per running request, and one per 16 cached tokens\n" in said
+    assert f"{made['num_states']:,} fit (" in said
+
+
+def test_a_model_of_states_alone_has_blocks_of_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = plan(capsys, str(save(make_model("mamba2"), tmp_path)), "--dtype", "float32")
+    assert (made["kv_bytes_per_token"], made["num_states"], made["state_tokens"]) == (0, 0, 32)
+    assert made["state_bytes"] == 3 * 4 * (3 * (192 + 64) + 6 * 16 * 32)
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path), "--dtype", "float32", *FLAGS[:-1]])
+    assert "KV per token" not in capsys.readouterr().out
 
 
 def test_piped_output_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:

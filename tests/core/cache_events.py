@@ -15,12 +15,13 @@ from tests.twin import TwinScheduler
 class CacheEvents:
     """Folds them.   found: KV group and hash of what can be found."""
 
-    def __init__(self, scheduler: Scheduler, block_size: int) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.found: set[tuple[int, bytes]] = set()
         self._state = scheduler._state
-        self._block_size = block_size
+        self._block_size = self._state.kv.sizing.block_size
+        self._per_block = [group.block_size // self._block_size for group in self._state.kv.sizing.groups]  # hashes
         self._hash_of: dict[Hashable, tuple[int, bytes]] = {}  # what the twin calls the content of a block
-        self._parent_of: dict[bytes, bytes | None] = {}
+        self._parent_of: dict[tuple[int, bytes], bytes | None] = {}
 
     def note(self, event: CacheEvent) -> None:
         blocks = {(event.group, one) for one in event.hashes}
@@ -32,17 +33,20 @@ class CacheEvents:
         assert not blocks & self.found, "what is there is stored"
         self.found |= blocks
         for parent, block_hash in pairwise((event.parent, *event.hashes)):
-            assert self._parent_of.get(block_hash or b"", parent) == parent  # not known of beams
+            assert self._parent_of.get((event.group, block_hash or b""), parent) == parent  # not known of beams
 
     def expect(self, request: Request, output: list[int], twin: TwinScheduler) -> None:
         """A sequence of the request will have this output: note what each of its blocks is called."""
         tokens = [*request.prompt_token_ids.tolist(), *output]
         hashes = self._hashes(request, tokens)
-        self._parent_of.update(zip(hashes, (None, *hashes), strict=False))
-        for number, block_hash in enumerate(hashes, 1):
-            for group in range(len(twin.memory.groups)):
-                content = twin.memory.content(group, request, tokens, number * self._block_size)
-                self._hash_of[content] = (group, block_hash)
+        for group, per_block in enumerate(self._per_block):
+            parent = None
+            for last in range(per_block, len(hashes) + 1, per_block):
+                named = self._hash_of[twin.memory.content(group, request, tokens, last * self._block_size)] = (
+                    group,
+                    hashes[last - 1],
+                )
+                self._parent_of[named], parent = parent, hashes[last - 1]
 
     def check(self, contents: Iterable[Hashable]) -> None:
         """What the twin finds is found, but for full blocks of running rows: decoding does not insert these before the

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.core.kv import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, block_sizes
 from pagoda.core.request import MediaItem, RequestKey, num_beam_candidates
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, RowInit, SchedulerOutput
 
@@ -83,7 +83,7 @@ class Row:
 
 
 class ExactWorker:
-    """Executes steps at once and in order. `num_blocks`: usable device blocks; block 0 is the null block.
+    """Executes steps at once and in order. `num_blocks`: usable device blocks of all pools; block 0 is the null block.
 
     samples: otherwise it knows only the tokens that steps name.
     """
@@ -100,7 +100,7 @@ class ExactWorker:
     ) -> None:
         self.samples = samples
         self.groups = groups
-        self.block_size = block_size
+        self.block_sizes = block_sizes(groups, block_size)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.vocab = vocab
@@ -274,7 +274,7 @@ class ExactWorker:
                     written[block, slot] = number
                     name: Name = (group, row.name_at(position, tokens))
                     if spec.kind is KVGroupKind.STATE:  # it is all that the block holds
-                        self.device[block] = [None] * self.block_size
+                        self.device[block] = [None]
                         name = SPOILED if number in self.spoiled_rows else name
                     self.device[block][slot] = name
         for number in self.spoiled_rows:
@@ -283,7 +283,7 @@ class ExactWorker:
 
     def _slot(self, group: int, position: int) -> int:
         """Where a block holds what `position` leaves: the states of its positions overwrite each other."""
-        return 0 if self.groups[group].kind is KVGroupKind.STATE else position % self.block_size
+        return 0 if self.groups[group].kind is KVGroupKind.STATE else position % self.block_sizes[group]
 
     def _read_state(self, number: int, row: Row, group: int, name: Name) -> None:
         """Read the state in front of a row's chunk, in the order of the rows: a row before it may have just left it."""
@@ -313,7 +313,7 @@ class ExactWorker:
     def _write_cross(self, row: Row, group: int) -> None:
         if not row.cross_written:
             for place in range(row.encoder_len):
-                self.device[self._block(row, group, place)][place % self.block_size] = self._cross_name(
+                self.device[self._block(row, group, place)][place % self.block_sizes[group]] = self._cross_name(
                     row, group, place
                 )
         if group == len(self.groups) - 1 or self.groups[group + 1].kind is not KVGroupKind.CROSS:
@@ -338,7 +338,7 @@ class ExactWorker:
                 raise WrongMemory(f"{row.request_id} needs {item.content_hash}, which is not encoded")
 
     def _block(self, row: Row, group: int, position: int) -> int:
-        index = position // self.block_size
+        index = position // self.block_sizes[group]
         table = row.tables[group]
         if index >= len(table) or table[index] == 0:
             raise WrongMemory(f"{row.request_id}: no block for position {position} of group {group}: {table}")
@@ -365,7 +365,7 @@ class ExactWorker:
             first = max(0, start - spec.window + 1) if spec.window else 0
             for position in range(row.encoder_len) if is_cross else range(first, start + new):
                 block = self._block(row, group, position)
-                held = self.device[block][position % self.block_size]
+                held = self.device[block][position % self.block_sizes[group]]
                 if held == SPOILED:
                     return True
                 expected = self._cross_name(row, group, position) if is_cross else (group, row.names[position])

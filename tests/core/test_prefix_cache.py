@@ -21,7 +21,7 @@ def make_cache(seed: int | None = 0, pool: BlockPool | None = None) -> PrefixCac
     return PrefixCache(
         table,
         [np.zeros((2, 4), np.int32)],
-        pool or BlockPool(16),
+        (pool or BlockPool(16),),
         sizing,
         stream,
         enabled=True,

@@ -17,24 +17,25 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape
 from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Pin, PromptEmbeds, Reason
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from tests.core.traffic import VOCABULARY, Failure, Setting, Traffic, make_request
 
 FULL = KVGroupSpec()
+WIDE = KVGroupSpec(shape=KVShape(1, 300, 300))
 
 
-def window(size: int, layer: int = 1) -> KVGroupSpec:
-    return KVGroupSpec(KVGroupKind.WINDOW, window=size, layers=(layer,))
+def window(size: int, layer: int = 1, shape: KVShape | None = None) -> KVGroupSpec:
+    return KVGroupSpec(KVGroupKind.WINDOW, window=size, layers=(layer,), shape=shape or KVShape())
 
 
 CROSS = KVGroupSpec(KVGroupKind.CROSS, layers=(1,))
 
 
-def state(layer: int = 1) -> KVGroupSpec:
-    return KVGroupSpec(KVGroupKind.STATE, window=STATE_WINDOW, layers=(layer,))
+def state(layer: int = 1, size: int = 1) -> KVGroupSpec:
+    return KVGroupSpec(KVGroupKind.STATE, window=STATE_WINDOW, layers=(layer,), shape=KVShape(1, size, 0))
 
 
 GROUPS = st.sampled_from(
@@ -48,6 +49,9 @@ GROUPS = st.sampled_from(
         (state(0),),
         (FULL, state()),
         (FULL, window(6), state(2)),
+        (FULL, state(1, 2000)),  # a snapshot every two blocks, in a pool that has few of them
+        (WIDE, window(6, 1, WIDE.shape), state(2, 4000)),  # every four blocks
+        (state(0, 4000),),
     ]
 )
 

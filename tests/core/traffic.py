@@ -139,7 +139,9 @@ class Traffic:
             encoder_decoder=setting.encoder_decoder,
             preparations=self.readiness,
         )
-        memory = (setting.groups, setting.cache.block_size, setting.num_blocks, setting.num_host_blocks)
+        kv = self.scheduler._state.kv
+        num_blocks, num_host_blocks = sum(kv.num_blocks), sum(pool.num_blocks for pool in kv.host.pools)
+        memory = (setting.groups, setting.cache.block_size, num_blocks, num_host_blocks)
         self.worker = ExactWorker(*memory, VOCABULARY)
         self.follower = ExactWorker(*memory, VOCABULARY, samples=False) if setting.scheduler.has_followers else None
         self.twin: TwinScheduler | None = self._make_twin()  # None: decisions are not compared
@@ -157,7 +159,7 @@ class Traffic:
         self.ignored: set[str] = set()  # of which a sequence ended while the last step was planned
         self.events: list[ClientEvent] = []  # since the last `check`
         self.unreceived: Counter[ClientEvent] = Counter()  # those that clients do not have yet
-        self.cache_events = CacheEvents(self.scheduler, setting.cache.block_size)
+        self.cache_events = CacheEvents(self.scheduler)
         self.scheduler.subscribe(self._note, cache=True)
 
     def _note(self, event: Event) -> None:
@@ -546,12 +548,11 @@ class Traffic:
                 # A worker keeps entries that a window has left, and a fork's copy of its source's reserved slots.
                 assert len(entries) <= len(mirrored)
                 assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
-        assert self.scheduler.make_stats().num_free_blocks == self.setting.num_blocks - len(named)
-        counts = kv.pool.ref_count
-        for block in range(1, self.setting.num_blocks + 1):
-            assert int(counts[block]) == named[block], (
-                f"block {block}: {counts[block]} references, {named[block]} entries"
-            )
+        assert kv.num_free == sum(kv.num_blocks) - len(named)
+        for pool in kv.pools:
+            for block in range(pool.first_id, pool.first_id + pool.num_blocks):
+                count = int(pool.ref_count[block])
+                assert count == named[block], f"block {block}: {count} references, {named[block]} entries"
 
     def _check_cache(self) -> None:
         """Nothing that a failed step should have written can be found, once it is known that it failed."""
@@ -581,8 +582,9 @@ class Traffic:
             self.cache_events.check(self.twin.pool.contents)
             twin = self.twin.state()
             assert (running, waiting, swapped) == (twin["running"], twin["waiting"], twin["swapped"])
-            assert (self.scheduler.make_stats().num_free_blocks, "free") == (twin["free_blocks"], "free")
-            assert self.scheduler.make_stats().num_free_host_blocks == twin["free_host_blocks"]
+            kv = self.scheduler._state.kv
+            assert (list(kv.tables.num_free()), "free") == (twin["free_blocks"], "free")
+            assert list(kv.host.num_free()) == twin["free_host_blocks"]
         self.events.clear()
         assert len(set(everywhere)) == len(everywhere), "a request is in one queue"
         assert not set(everywhere) & (self.aborted | self.ended_ids())

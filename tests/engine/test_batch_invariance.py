@@ -284,7 +284,7 @@ def check_family(name: str, num_groups: int, watched: list[Watched], seeds: rang
     return check(model, watched, expected, options, seeds, VOCAB, most_watched=most, num_groups=num_groups)
 
 
-@pytest.mark.parametrize(("name", "num_groups"), [("deepseek-v3", 1), ("gemma4-shared", 3), ("lfm2", 2)])
+@pytest.mark.parametrize(("name", "num_groups"), [("deepseek-v3", 1), ("gemma4-shared", 3), ("lfm2", 1), ("mamba2", 1)])
 def test_other_ways_to_attend(name: str, num_groups: int, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
     """Latent attention and groups of experts; heads of two sizes, and layers that share K and V; states."""
     on_the_device.must_compute(name)
@@ -436,14 +436,15 @@ def test_steps_that_run_out_of_memory_end_their_own_sequences_only(
     assert not missing, counts
 
 
-def test_failures_leave_no_wrong_state(tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
+@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+def test_failures_leave_no_wrong_state(name: str, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
     """Rows that go on, fork or find blocks on top of a failed step start again from a state that it did not write."""
-    on_the_device.must_compute("lfm2")
+    on_the_device.must_compute(name)
     shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
-    model, options = save(make_model("lfm2", **shape), tmp_path), MODES["bf16"]
+    model, options = save(make_model(name, **shape), tmp_path), MODES["bf16"]
     watched = [each for i, each in enumerate(tiny_watched()) if i % 2]
     expected = reference(model, watched, {**options, "num_blocks": 200})
-    most: dict[str, Any] = {"most_watched": len(watched), "most_fillers": 16, "num_groups": 2}
+    most: dict[str, Any] = {"most_watched": len(watched), "most_fillers": 16}
     counts = check(model, watched, expected, options, range(684, 690), VOCAB, **most, num_failures=4, ahead=True)
     assert not {"failed", "not failed", "depth 2", "prefix hits"} - set(+counts), counts
 

@@ -38,10 +38,10 @@ class ThreadRanks:
     def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
         return [capacity for rank in self._ranks for capacity in rank.start(sizes)]
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+    def set_pools(self, *counts: int) -> None:
         """On all ranks at once: their first step is computed together."""
         with ThreadPoolExecutor(len(self._ranks)) as threads:
-            for done in [threads.submit(rank.set_pools, num_blocks, num_host_blocks) for rank in self._ranks]:
+            for done in [threads.submit(rank.set_pools, *counts) for rank in self._ranks]:
                 done.result()
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":

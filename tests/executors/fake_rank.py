@@ -42,9 +42,9 @@ class FaultyExecutor:
             time.sleep(3600)
 
     def measure(self, sizes: Sequence[StepSize]) -> Sequence[Capacity]:
-        return (Capacity("host", 1000 + self._number, 10, len(sizes)),)
+        return (Capacity("host", 1000 + self._number, (10,), len(sizes)),)
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+    def set_pools(self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0) -> None:
         self._hang_if("stuck")
         self._executor.start()
         self._executor.set_pools(num_blocks, num_host_blocks)

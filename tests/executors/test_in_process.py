@@ -41,9 +41,9 @@ class StepLog:
         self.events.append("load")
 
     def measure(self, sizes: Sequence[StepSize]) -> Capacity:
-        return Capacity("host", 100, 10, len(sizes))
+        return Capacity("host", 100, (10,), len(sizes))
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+    def set_pools(self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0) -> None:
         self.events.append(f"{num_blocks} + {num_host_blocks} blocks")
 
     def launch(self, output: SchedulerOutput) -> "Computed":
@@ -72,7 +72,7 @@ STARTED = ["load", "5 + 2 blocks"]
 
 def started(worker: StepLog, overlap: bool) -> InProcessExecutor:
     executor = InProcessExecutor(worker, overlap)
-    assert executor.start([StepSize(1, 1)] * 3) == (Capacity("host", 100, 10, 3),)
+    assert executor.start([StepSize(1, 1)] * 3) == (Capacity("host", 100, (10,), 3),)
     executor.set_pools(5, 2)
     return executor
 

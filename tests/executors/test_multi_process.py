@@ -115,7 +115,7 @@ def test_steps_are_those_of_one_process(num_ranks: int) -> None:
 def test_every_rank_measures() -> None:
     with executor_of(config_of(3)) as executor:
         sizes = (StepSize(8, 64), StepSize(4, 64))
-        assert list(executor.start(sizes)) == [Capacity("host", 1000 + rank, 10, 2) for rank in range(3)]
+        assert list(executor.start(sizes)) == [Capacity("host", 1000 + rank, (10,), 2) for rank in range(3)]
 
 
 def test_calls_run_between_steps_and_raise_what_all_ranks_raise() -> None:

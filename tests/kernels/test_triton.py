@@ -201,10 +201,10 @@ class FilledUp:
         on_host = (getattr(metadata, name).cpu().numpy() for name in ("query_start", "seq_lens", "block_table"))
         query_start, seq_lens, table = on_host
         size = PaddedSize(len(q) + 5, len(seq_lens) + 4, 4, 128)
-        padded = BatchRows(query_start, seq_lens, [table], 4, 128).padded(size, metadata.block_size)
+        padded = BatchRows(query_start, seq_lens, [table], 4, 128, block_sizes=[metadata.block_size]).padded(size)
         assert padded.seq_lens[len(seq_lens) :].tolist() == [4, 1, 0, 0]
         arrays = [torch.from_numpy(array).to(DEVICE) for array in padded.arrays]
-        (metadata,) = padded.metadata([metadata.slot_mapping], arrays, metadata.block_size)
+        (metadata,) = padded.metadata([metadata.slot_mapping], arrays)
         more = torch.full_like(q[:1], torch.nan).expand(5, -1, -1)
         return self._ops.attention(torch.cat([q, more]), cache, metadata, *args)[: len(q)]
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from pagoda.core.kv import block_sizes
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_runner import Computed, ForwardRunner
@@ -14,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class PagedRunner:
-    """Rows of tokens over one pool of blocks, which all KV groups share as they do in the engine.
+    """Rows of tokens over a pool of blocks, which all KV groups share as they do in the engine, and one of states.
 
     dtype: of the cache.   device: where the model is; results are on the CPU.
     Blocks are dealt in a shuffled order. Block 0 is full of NaN, and is in the tables wherever a window has passed.
@@ -29,11 +30,12 @@ class PagedRunner:
         block_size: int = 4,
         device: torch.device = CPU,
     ) -> None:
-        self.model, self.block_size = model, block_size
-        groups = model.model.kv_groups
+        self.model, groups = model, model.model.kv_groups
+        self.block_sizes = block_sizes(groups, block_size)
         blocks_per_row = -(-max_len // block_size)
         num_blocks = len(groups) * num_rows * blocks_per_row
-        self.kv = CacheEngine(groups, block_size, num_blocks, 0, dtype, made(device)).layers
+        cache = CacheEngine(groups, block_size, num_blocks, 0, dtype, made(device), num_states=num_blocks)
+        self.kv = cache.layers
         self._device = device
         for layer in self.kv:
             for plane in (layer.k, layer.v) if layer.k_scale is None else (layer.k_scale, layer.v_scale):
@@ -60,19 +62,17 @@ class PagedRunner:
         query_start = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
         seq_lens = torch.tensor([start + len(tokens) for _, start, tokens in work], dtype=torch.int32)
         metadata = []
-        for group, tables in zip(self.model.model.kv_groups, self.tables, strict=True):
+        for group, block_size, tables in zip(self.model.model.kv_groups, self.block_sizes, self.tables, strict=True):
             table = torch.stack([tables[row] for row, _, _ in work])
             slots = [
-                table[index][at // self.block_size].long() * self.block_size + at % self.block_size
+                table[index][at // block_size].long() * block_size + at % block_size
                 for index, at in enumerate(positions)
             ]
             for index, (_, start, _) in enumerate(work):
                 if group.window:
-                    table[index, : max(0, start - group.window + 1) // self.block_size] = 0
+                    table[index, : max(0, start - group.window + 1) // block_size] = 0
             longest = int(lengths.max()), int(seq_lens.max())
-            metadata.append(
-                AttentionMetadata(query_start, seq_lens, table, torch.cat(slots), self.block_size, *longest)
-            )
+            metadata.append(AttentionMetadata(query_start, seq_lens, table, torch.cat(slots), block_size, *longest))
         token_ids = torch.tensor([token for _, _, tokens in work for token in tokens], dtype=torch.int32)
         counts = torch.tensor(wanted or [1] * len(work))
         rows = counts.nonzero().squeeze(1)

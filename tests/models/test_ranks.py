@@ -109,7 +109,9 @@ def assert_as_one(size: int, files: ModelFiles, tolerance: float = 1e-4, **load:
         assert answers == tokens
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, [name for name in CONFIGS if not name.startswith("lfm2")]))
+@pytest.mark.parametrize(
+    "name", slow_except(QUICK, [name for name in CONFIGS if not name.startswith(("lfm2", "mamba2"))])
+)
 def test_two_ranks_compute_what_one_computes(name: str, folders: Folders) -> None:
     assert_as_one(2, identify(folders(name)))
 

@@ -119,6 +119,7 @@ def on_ranks(files: ModelFiles, kernels: str, size: int, stages: int, steps: lis
         "granite",
         "gemma4",
         "lfm2",
+        "mamba2",
     ],
 )
 def test_stages_compute_the_bits_of_one_rank(name: str, kernels: str, folder: Folder) -> None:

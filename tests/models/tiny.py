@@ -31,6 +31,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    Mamba2Config,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral4Config,
@@ -182,6 +183,12 @@ def _lfm2_moe(**more: object) -> PretrainedConfig:
     return Lfm2MoeConfig(**{**_SHAPE, **experts, "layer_types": layer_types, "routed_scaling_factor": 1.5, **more})
 
 
+def _mamba2(**more: object) -> PretrainedConfig:
+    shape = {name: _SHAPE[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")}
+    heads = {"num_heads": 6, "head_dim": 32, "n_groups": 2, "state_size": 16, "num_hidden_layers": 3}
+    return Mamba2Config(**{**shape, **heads, "pad_token_id": 0, "chunk_size": 16, **more})
+
+
 _LATENT: dict[str, Any] = {
     **_SHAPE,
     "num_attention_heads": 4,
@@ -313,6 +320,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "lfm2-biased": lambda: _lfm2(conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False),
     "lfm2-attention-last": lambda: _lfm2(num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"]),
     "lfm2-moe": _lfm2_moe,
+    "mamba2": _mamba2,
+    "mamba2-plain": lambda: _mamba2(n_groups=1, use_conv_bias=False, use_bias=True),
     "lfm2-moe-without-bias": lambda: _lfm2_moe(use_expert_bias=False, norm_topk_prob=False),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),
     "granitemoe": lambda: GraniteMoeConfig(**_SHAPE, **_GRANITE, num_local_experts=5, num_experts_per_tok=2),

@@ -50,7 +50,7 @@ def test_an_llm_on_a_device_of_another_package_uses_its_kernels_and_its_memory(
         loaded = worker._model()
         assert (loaded.ops.name, loaded.device.name) == ("npu", "npu")
         assert loaded.ops.num_own > 16
-        pool = llm.llm_engine.core.sizes.num_blocks * worker.measure([]).block_bytes
+        pool = llm.llm_engine.core.sizes.num_blocks * worker.measure([]).block_bytes[0]
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert MEMORY_BYTES / 2 < pool < MEMORY_BYTES
 

@@ -2,16 +2,26 @@
 
 from collections import Counter
 from collections.abc import Hashable
-from itertools import zip_longest
 
-from pagoda.core.kv import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, block_sizes
 from pagoda.core.request import Request
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import TwinRequest, TwinSequence
 
+Need = list[int]
+"""Blocks of each pool."""
+
 
 def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
+
+
+def exceeds(need: Need, there: Need) -> bool:
+    return any(count > most for count, most in zip(need, there, strict=True))
+
+
+def total(*needs: Need) -> Need:
+    return [sum(counts) for counts in zip(*needs, strict=True)]
 
 
 class Memory:
@@ -26,7 +36,11 @@ class Memory:
     ) -> None:
         self.groups = groups
         self.pool = pool
-        self.block_size = block_size
+        self.sizes = block_sizes(groups, block_size)
+        self.block_size = min(self.sizes, default=block_size)
+        self.largest = max(self.sizes, default=block_size)
+        divides = any(spec.kind is not KVGroupKind.STATE for spec in groups)
+        self.pool_of = [int(divides and spec.kind is KVGroupKind.STATE) for spec in groups]
         self.caching = caching
         self.max_model_len = max_model_len
         self.max_in_flight = max_in_flight
@@ -39,18 +53,19 @@ class Memory:
 
     def stamps(self, sequence: TwinSequence, start: int, end: int) -> set[tuple[int, int]]:
         """The blocks of positions `start` .. `end` - 1."""
-        first, last = start // self.block_size, blocks_for(end, self.block_size)
-        tables = [
-            table
-            for spec, table in zip(self.groups, sequence.tables, strict=True)
-            if spec.kind is not KVGroupKind.CROSS
-        ]
-        return {self.pool.blocks[number].stamp for table in tables for number in table[first:last] if number != NULL}
+        numbers: list[int] = []
+        for spec, size, table in zip(self.groups, self.sizes, sequence.tables, strict=True):
+            if spec.kind is not KVGroupKind.CROSS:
+                numbers += table[start // size : blocks_for(end, size)]
+        return {self.pool.blocks[number].stamp for number in numbers if number != NULL}
 
     def equal_blocks(self, request: Request, tokens: list[int]) -> set[int]:
         """All blocks that hold what the full blocks of these tokens do."""
-        ends = range(self.block_size, len(tokens) + 1, self.block_size)
-        contents = [self.content(group, request, tokens, end) for group in range(len(self.groups)) for end in ends]
+        contents = [
+            self.content(group, request, tokens, end)
+            for group, size in enumerate(self.sizes)
+            for end in range(size, len(tokens) + 1, size)
+        ]
         return {number for content in contents for number in self.pool.known.get(content, ())}
 
     @property
@@ -58,8 +73,14 @@ class Memory:
         return any(spec.window for spec in self.groups)
 
     def in_order(self, sequence: TwinSequence) -> list[int]:
-        """The blocks by their place in the tables, those of all groups at a place before those of the next."""
-        return [number for place in zip_longest(*sequence.tables, fillvalue=NULL) for number in place if number != NULL]
+        """The blocks by the position at which they end, those of all groups before those of the next."""
+        placed = [
+            ((index + 1) * size, group, number)
+            for group, (size, table) in enumerate(zip(self.sizes, sequence.tables, strict=True))
+            for index, number in enumerate(table)
+            if number != NULL
+        ]
+        return [number for _, _, number in sorted(placed)]
 
     # Prefix caching -------------------------------------------------------------------------------------------
 
@@ -77,26 +98,28 @@ class Memory:
             return nothing
         size = self.block_size
         for length in range((len(tokens) - 1) // size, 0, -1):
-            tables = [self._hit_of_length(group, request, tokens, length) for group in range(len(self.groups))]
+            tables = [self._hit_of_length(group, request, tokens, length * size) for group in range(len(self.groups))]
             if all(table is not None for table in tables):
                 return length * size, [table for table in tables if table is not None]
         return nothing
 
-    def _hit_of_length(self, group: int, request: Request, tokens: list[int], length: int) -> list[int] | None:
-        spec = self.groups[group]
+    def _hit_of_length(self, group: int, request: Request, tokens: list[int], end: int) -> list[int] | None:
+        spec, size = self.groups[group], self.sizes[group]
         if spec.kind is KVGroupKind.CROSS:
             return []
-        first = 0
+        if end % size:
+            return None  # no state was kept there
+        first, length = 0, end // size
         if spec.window:
-            first = max(0, length - blocks_for(spec.window - 1, self.block_size))
+            first = max(0, length - blocks_for(spec.window - 1, size))
         table = [NULL] * first
         for index in range(first, length):
-            found = self.pool.find(self.content(group, request, tokens, (index + 1) * self.block_size))
+            found = self.pool.find(self.content(group, request, tokens, (index + 1) * size))
             if found is None:
                 return None
             table.append(found)
         # A hit may reach into what the window no longer needs: those places stay empty.
-        freed = self.behind_window(group, length * self.block_size)
+        freed = self.behind_window(group, end)
         return [NULL] * freed + table[freed:]
 
     def record(self, request: Request, sequence: TwinSequence, confirmed: int) -> list[int]:
@@ -107,9 +130,9 @@ class Memory:
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
                 continue
-            table = sequence.tables[group]
-            for index in range(sequence.hashed[group], min(confirmed // self.block_size, len(table))):
-                content = self.content(group, request, sequence.tokens, (index + 1) * self.block_size)
+            table, size = sequence.tables[group], self.sizes[group]
+            for index in range(sequence.hashed[group], min(confirmed // size, len(table))):
+                content = self.content(group, request, sequence.tokens, (index + 1) * size)
                 if table[index] != NULL and self.pool.record(table[index], content):
                     new.append(table[index])
                 sequence.hashed[group] = index + 1
@@ -122,7 +145,7 @@ class Memory:
         spec = self.groups[group]
         if not spec.window:
             return 0
-        return max(0, processed - spec.window + 1) // self.block_size
+        return max(0, processed - spec.window + 1) // self.sizes[group]
 
     def release_behind_windows(self, sequence: TwinSequence) -> None:
         for group in range(len(self.groups)):
@@ -132,46 +155,50 @@ class Memory:
             for index in range(last):
                 table[index] = NULL
 
-    def admission_need(self, request: Request, tokens: int, hits: list[list[int]], capped: bool) -> int:
+    def admission_need(self, request: Request, tokens: int, hits: list[list[int]], capped: bool) -> Need:
         """Blocks that a new request takes from the free list for `tokens`, including free blocks that are cached.
 
         capped: count for a window group no more than it can ever hold at once.
         """
-        need = 0
+        need = self.nothing()
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
-                need += blocks_for(request.encoder_len, self.block_size)
+                need[self.pool_of[group]] += blocks_for(request.encoder_len, self.sizes[group])
                 continue
-            want = max(blocks_for(tokens, self.block_size) - len(hits[group]), 0)
+            want = max(blocks_for(tokens, self.sizes[group]) - len(hits[group]), 0)
             want += len({block for block in hits[group] if block != NULL and self.pool.is_free(block)})
             if capped and spec.window:
-                want = min(want, self._most_held(spec))
-            need += want
+                want = min(want, self._most_held(group))
+            need[self.pool_of[group]] += want
         return need
 
-    def _most_held(self, spec: KVGroupSpec) -> int:
+    def nothing(self) -> Need:
+        return [0] * len(self.pool.sizes)
+
+    def _most_held(self, group: int) -> int:
         """Blocks that a sequence holds at once in a window group."""
-        most = min(spec.window - 1 + self.max_in_flight, self.max_model_len)
-        return blocks_for(most, self.block_size) + 1
+        most = min(self.groups[group].window - 1 + self.max_in_flight, self.max_model_len)
+        return blocks_for(most, self.sizes[group]) + 1
 
-    def growth_need(self, sequence: TwinSequence, upto: int) -> int:
+    def growth_need(self, sequence: TwinSequence, upto: int) -> Need:
         """New blocks so that the sequence has slots for `upto` tokens, with a copy of a shared block it writes to."""
-        growing = [group for group, spec in enumerate(self.groups) if spec.kind is not KVGroupKind.CROSS]
-        copies = sum(self._shared_write(sequence, group) is not None for group in growing)
-        return self.num_missing(sequence, upto) + copies
+        need = self.num_missing(sequence, upto)
+        for group, spec in enumerate(self.groups):
+            if spec.kind is not KVGroupKind.CROSS and self._shared_write(sequence, group) is not None:
+                need[self.pool_of[group]] += 1
+        return need
 
-    def num_missing(self, sequence: TwinSequence, upto: int) -> int:
+    def num_missing(self, sequence: TwinSequence, upto: int) -> Need:
         """New blocks so that the sequence has slots for `upto` tokens."""
-        tables = [
-            table
-            for spec, table in zip(self.groups, sequence.tables, strict=True)
-            if spec.kind is not KVGroupKind.CROSS
-        ]
-        return sum(max(blocks_for(upto, self.block_size) - len(table), 0) for table in tables)
+        need = self.nothing()
+        for group, spec in enumerate(self.groups):
+            if spec.kind is not KVGroupKind.CROSS:
+                need[self.pool_of[group]] += max(blocks_for(upto, self.sizes[group]) - len(sequence.tables[group]), 0)
+        return need
 
     def _shared_write(self, sequence: TwinSequence, group: int) -> int | None:
         """The place of the shared block that the next token would be written into, if there is one."""
-        index = sequence.computed // self.block_size
+        index = sequence.computed // self.sizes[group]
         table = sequence.tables[group]
         if index < len(table) and table[index] != NULL and self.pool.blocks[table[index]].references > 1:
             return index
@@ -184,7 +211,9 @@ class Memory:
             sequence.hashed[group] = len(hits[group])
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
-                sequence.tables[group] = self.pool.take(blocks_for(request.encoder_len, self.block_size))
+                sequence.tables[group] = self.pool.take(
+                    blocks_for(request.encoder_len, self.sizes[group]), self.pool_of[group]
+                )
 
     def grow(self, sequence: TwinSequence, upto: int) -> None:
         for group, spec in enumerate(self.groups):
@@ -193,14 +222,14 @@ class Memory:
             table = sequence.tables[group]
             index = self._shared_write(sequence, group)
             if index is not None:
-                [fresh] = self.pool.take(1)
+                [fresh] = self.pool.take(1, self.pool_of[group])
                 self.copies.append((sequence, table[index], fresh))
                 self.copied.append((self.pool.blocks[table[index]].stamp, self.pool.blocks[fresh].stamp))
                 self.pool.free_blocks([table[index]])
                 table[index] = fresh
-            missing = blocks_for(upto, self.block_size) - len(table)
+            missing = blocks_for(upto, self.sizes[group]) - len(table)
             if missing > 0:
-                table.extend(self.pool.take(missing))
+                table.extend(self.pool.take(missing, self.pool_of[group]))
 
     def call_off_copies(self, sequences: list[TwinSequence]) -> None:
         """They do not run in this step: nothing is copied for them."""
@@ -214,24 +243,22 @@ class Memory:
 
     def share_prefix(self, source: TwinSequence, child: TwinSequence, tokens: int) -> None:
         """`child`, which has nothing, shares the blocks of the first `tokens` tokens, and the cross-attention ones."""
-        count = blocks_for(tokens, self.block_size)
         for group, spec in enumerate(self.groups):
-            table = source.tables[group]
+            table, count = source.tables[group], blocks_for(tokens, self.sizes[group])
             child.tables[group] = list(table if spec.kind is KVGroupKind.CROSS else table[:count])
             self.pool.share(child.tables[group])
-            child.hashed[group] = min(source.hashed[group], tokens // self.block_size)
+            child.hashed[group] = min(source.hashed[group], tokens // self.sizes[group])
 
-    def sibling_need(self, state: TwinRequest) -> int:
+    def sibling_need(self, state: TwinRequest) -> Need:
         """Blocks of the other sequences than the first, after the full prompt blocks that all share."""
-        shared = state.request.num_prompt_tokens // self.block_size
-        need = 0
+        shared, need = state.request.num_prompt_tokens // self.largest * self.largest, self.nothing()
         for sequence in state.alive[1:]:
-            own = blocks_for(len(sequence.tokens), self.block_size) - shared
-            for spec in self.groups:
+            for group, spec in enumerate(self.groups):
+                own = blocks_for(len(sequence.tokens) - shared, self.sizes[group])
                 if spec.window:
-                    need += min(own, self._most_held(spec))
+                    need[self.pool_of[group]] += min(own, self._most_held(group))
                 elif spec.kind is not KVGroupKind.CROSS:
-                    need += own
+                    need[self.pool_of[group]] += own
         return need
 
     # Host memory ----------------------------------------------------------------------------------------------
@@ -239,14 +266,19 @@ class Memory:
     def _parked(self, sequence: TwinSequence) -> list[list[int]]:
         """Per group, the table entries that hold KV."""
         return [
-            list(table) if spec.kind is KVGroupKind.CROSS else table[: blocks_for(sequence.computed, self.block_size)]
-            for spec, table in zip(self.groups, sequence.tables, strict=True)
+            list(table) if spec.kind is KVGroupKind.CROSS else table[: blocks_for(sequence.computed, size)]
+            for spec, size, table in zip(self.groups, self.sizes, sequence.tables, strict=True)
         ]
 
-    def host_need(self, sequences: list[TwinSequence]) -> int:
-        return len(
-            {block for sequence in sequences for table in self._parked(sequence) for block in table if block != NULL}
-        )
+    def host_need(self, sequences: list[TwinSequence]) -> Need:
+        parked = {block for sequence in sequences for table in self._parked(sequence) for block in table} - {NULL}
+        return self._by_pool(parked, self.pool)
+
+    def _by_pool(self, numbers: set[int], pool: Pool) -> Need:
+        need = self.nothing()
+        for number in numbers:
+            need[pool.blocks[number].pool] += 1
+        return need
 
     def kept_without(self, sequences: list[TwinSequence]) -> int:
         """Leading tokens of the first one that can be found without them, because others hold their blocks, too."""
@@ -276,30 +308,31 @@ class Memory:
                         host.share([moved[block]])
                         there.append(moved[block])
                     else:
-                        [moved[block]] = host.take(1)
+                        [moved[block]] = host.take(1, self.pool.blocks[block].pool)
                         there.append(moved[block])
                 sequence.on_host.append(there)
             self.free(sequence)
         self.swapped_out += len(moved)
         return len(moved)
 
-    def return_need(self, sequences: list[TwinSequence], uptos: list[int], host: Pool) -> int:
+    def return_need(self, sequences: list[TwinSequence], uptos: list[int], host: Pool) -> Need:
         """Device blocks that bring the sequences back, with slots for `uptos` tokens and copies of shared tails."""
         distinct: set[int] = set()
         writers: Counter[int] = Counter()
-        need = 0
+        need = self.nothing()
         for sequence, upto in zip(sequences, uptos, strict=True):
             assert sequence.on_host is not None
-            for spec, table in zip(self.groups, sequence.on_host, strict=True):
+            for group, (spec, table) in enumerate(zip(self.groups, sequence.on_host, strict=True)):
                 distinct.update(block for block in table if block != NULL)
                 if spec.kind is KVGroupKind.CROSS:
                     continue
-                need += max(blocks_for(upto, self.block_size) - len(table), 0)
-                if sequence.computed % self.block_size and table[-1] != NULL:
+                need[self.pool_of[group]] += max(blocks_for(upto, self.sizes[group]) - len(table), 0)
+                if sequence.computed % self.sizes[group] and table[-1] != NULL:
                     writers[table[-1]] += 1
         # Each writer of a shared tail copies it, except one that is left alone with it.
-        copies = sum(min(count, host.blocks[block].references - 1) for block, count in writers.items())
-        return need + copies + len(distinct)
+        for block, count in writers.items():
+            need[host.blocks[block].pool] += min(count, host.blocks[block].references - 1)
+        return total(need, self._by_pool(distinct, host))
 
     def swap_in(self, sequences: list[TwinSequence], host: Pool) -> int:
         """Return how many blocks move."""
@@ -315,7 +348,7 @@ class Memory:
                         self.pool.share([moved[block]])
                         table.append(moved[block])
                     else:
-                        [moved[block]] = self.pool.take(1)
+                        [moved[block]] = self.pool.take(1, self.pool_of[group])
                         table.append(moved[block])
                 sequence.tables[group] = table
                 sequence.hashed[group] = 0

@@ -9,6 +9,7 @@ NULL = 0
 @dataclass
 class Block:
     number: int
+    pool: int = 0
     references: int = 0
     content: Hashable | None = None  # what a full block holds, if it may be found by it
     times_taken: int = 0
@@ -22,22 +23,27 @@ class Block:
 
 
 class Pool:
-    """`free` is a list of the longest unused first. Blocks without content are reused first, pinned ones last."""
+    """`free` is a list of the longest unused first. Blocks without content are reused first, pinned ones last.
 
-    def __init__(self, num_blocks: int) -> None:
-        self.blocks = {number: Block(number) for number in range(1, num_blocks + 1)}
-        self.free = [self.blocks[number] for number in range(1, num_blocks + 1)]
+    sizes: blocks of attention, and of states if they have a pool of their own; numbered one after the other.
+    """
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
+        pools = [pool for pool, size in enumerate(sizes) for _ in range(size)]
+        self.blocks = {number: Block(number, pool) for number, pool in enumerate(pools, start=1)}
+        self.free = list(self.blocks.values())
         self.known: dict[Hashable, list[int]] = {}  # content -> blocks that hold it, first recorded first
 
-    def __len__(self) -> int:
-        return len(self.blocks)
+    def num_free(self) -> list[int]:
+        return [sum(block.pool == pool for block in self.free) for pool in range(len(self.sizes))]
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, pool: int) -> list[int]:
         """Blocks to write into. What they held can no longer be found."""
-        assert count <= len(self.free)
         taken: list[Block] = []
         for _ in range(count):
-            block = min(self.free, key=lambda one: (one.content is not None, one.pinned_until > 0))
+            free = [block for block in self.free if block.pool == pool]
+            block = min(free, key=lambda one: (one.content is not None, one.pinned_until > 0))
             self.free.remove(block)
             taken.append(block)
             assert block.references == 0
@@ -111,20 +117,29 @@ class Pool:
     def pin(self, numbers: list[int], owner: str, until: int, *, partly: bool) -> int:
         """Pin those that can be found; if the owner may not have as many, the first ones, or none if not `partly`.
 
-        Return how many are pinned.
+        Return how many are pinned. Without its states, attention's blocks are of no use.
         """
+        num_pinned = 0
+        for pool in reversed(range(len(self.sizes))):
+            of_pool = [number for number in numbers if self.blocks[number].pool == pool]
+            if not (new := self._pin_in(pool, of_pool, owner, until, partly=partly)):
+                break
+            num_pinned += new
+        return num_pinned
+
+    def _pin_in(self, pool: int, numbers: list[int], owner: str, until: int, *, partly: bool) -> int:
         blocks = [self.blocks[number] for number in numbers]
         blocks = [block for block in blocks if block.content is not None]
-        most, num_new = len(self) // 4, sum(not block.pinned_until for block in blocks)
-        give_way = [block for block in self.free if block.pinned_until and block.owner == owner]
-        if not partly and self._num_pinned(owner) - len(give_way) + num_new > most:
+        most, num_new = self.sizes[pool] // 4, sum(not block.pinned_until for block in blocks)
+        give_way = [block for block in self.free if block.pool == pool and block.pinned_until and block.owner == owner]
+        if not partly and self._num_pinned(owner, pool) - len(give_way) + num_new > most:
             return 0
         for block in give_way:
-            if self._num_pinned(owner) + num_new > most:
+            if self._num_pinned(owner, pool) + num_new > most:
                 self._unpin(block)
         num_pinned = 0
         for block in blocks:
-            if not block.pinned_until and self._num_pinned(owner) < most:
+            if not block.pinned_until and self._num_pinned(owner, pool) < most:
                 block.owner, block.pinned_until = owner, until
             elif not block.pinned_until:
                 continue
@@ -138,8 +153,9 @@ class Pool:
             if 0 < block.pinned_until <= second:
                 self._unpin(block)
 
-    def _num_pinned(self, owner: str) -> int:
-        return sum(block.pinned_until > 0 and block.owner == owner for block in self.blocks.values())
+    def _num_pinned(self, owner: str, pool: int) -> int:
+        blocks = [block for block in self.blocks.values() if block.pool == pool]
+        return sum(block.pinned_until > 0 and block.owner == owner for block in blocks)
 
     def _unpin(self, block: Block) -> None:
         """A free one is as young as if it became free now."""

@@ -25,13 +25,13 @@ from pagoda.core.events import (
     Queued,
     Swapped,
 )
-from pagoda.core.kv import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVSizing
 from pagoda.core.request import AdmitKind, Reason, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.twin.beams import TwinSearch
 from tests.twin.encoder import EncoderInputs, Share
-from tests.twin.memory import Memory, adapter_of
+from tests.twin.memory import Memory, Need, adapter_of, exceeds, total
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import Planned, Step, TwinRequest, TwinSequence
 
@@ -65,9 +65,10 @@ class TwinScheduler:
         self.logprobs_of = logprobs_of
         self.max_model_len = max_model_len
         self.clock = clock or VirtualClock()
-        self.pool = Pool(num_blocks)
+        sizing = KVSizing.of(kv_groups, cache.block_size, max_model_len, config)
+        self.pool = Pool(sizing.pool_sizes(num_blocks))
         self.second = 0
-        self.host = Pool(num_host_blocks)
+        self.host = Pool(sizing.pool_sizes(num_host_blocks))
         in_flight = config.max_num_batched_tokens * config.pipeline_depth + config.num_lookahead_slots
         self.memory = Memory(
             kv_groups,
@@ -77,7 +78,8 @@ class TwinScheduler:
             max_model_len,
             in_flight,
         )
-        self.watermark = int(cache.watermark * (num_blocks + 1))  # the null block counts as one of the pool
+        # The null block counts as one of the pool.
+        self.watermark = [int(cache.watermark * (size + 1)) for size in self.pool.sizes]
         self.encoder = EncoderInputs(
             config.encoder_budget, config.encoder_cache_tokens, config.no_partial_media, encoder_decoder
         )
@@ -168,7 +170,7 @@ class TwinScheduler:
     def _note_reason(self, queue: list[TwinRequest], state: TwinRequest, reason: Reason, *, stops_queue: bool) -> None:
         if state.held_for is not reason:
             state.held_for = reason
-            counts = self._position(queue, state), stops_queue, self._most_blocks(state), len(self.pool.free)
+            counts = self._position(queue, state), stops_queue, sum(self._most_blocks(state)), len(self.pool.free)
             self.events.append(Held(*self._at(state), reason, *counts))
 
     @staticmethod
@@ -301,7 +303,7 @@ class TwinScheduler:
         self.memory.release_behind_windows(sequence)
         upto = min(sequence.computed + want + self.config.num_lookahead_slots, self.max_model_len)
         known = len(sequence.tokens) + sequence.placeholders
-        while self.memory.growth_need(sequence, upto) > len(self.pool.free):
+        while exceeds(self.memory.growth_need(sequence, upto), self.pool.num_free()):
             if self.running == [state] and sequence.computed + want > known:  # it drops its drafts
                 sequence.drafts, want = [], known - sequence.computed
                 upto = min(known + self.config.num_lookahead_slots, self.max_model_len)
@@ -420,7 +422,7 @@ class TwinScheduler:
         )
         forked = state.forked or len(state.alive) == 1  # nothing is left to fork from one that is alone
         everyone = forked and len(whole) == len(state.alive) and (passed or self.encoder_decoder)
-        fits = may_swap and everyone and self.memory.host_need(whole) <= len(self.host.free)
+        fits = may_swap and everyone and not exceeds(self.memory.host_need(whole), self.host.num_free())
         if state.request.is_beam_search:  # it goes back one token: before the first choice, or with states, it cannot
             has_states = any(spec.kind is KVGroupKind.STATE for spec in self.memory.groups)
             fits = fits and state.search is not None and not has_states
@@ -463,12 +465,12 @@ class TwinScheduler:
             np.array([end - kept, *lost.num_new[1:]], np.int32),
             sum(length for content, length in items.items() if content not in self.encoder.cache.size),
         )
-        return self.costs.swap_is_cheaper(again, self.memory.host_need(whole))
+        return self.costs.swap_is_cheaper(again, sum(self.memory.host_need(whole)))
 
     def _lost(self, state: TwinRequest, whole: list[TwinSequence]) -> RowWork:
         """What must be computed again without their KV: by the first sequence, what all share, too."""
         full_blocks = min([state.request.num_prompt_tokens, *(sequence.computed for sequence in whole)])
-        shared = full_blocks // self.memory.block_size * self.memory.block_size
+        shared = full_blocks // self.memory.largest * self.memory.largest
         start = [0] + [shared] * (len(whole) - 1)
         new = [sequence.computed - first for sequence, first in zip(whole, start, strict=True)]
         return RowWork(np.array(start, np.int32), np.array(new, np.int32))
@@ -499,7 +501,7 @@ class TwinScheduler:
 
     def _can_never_hold(self, state: TwinRequest, upto: int) -> bool:
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
-        return self.memory.admission_need(state.request, upto, nothing, capped=True) > len(self.pool)
+        return exceeds(self.memory.admission_need(state.request, upto, nothing, capped=True), list(self.pool.sizes))
 
     def _outgrown(self, state: TwinRequest, sequence: TwinSequence) -> None:
         together = [sequence]
@@ -557,7 +559,7 @@ class TwinScheduler:
         if self.running:  # each of them, and of these, needs room for one token more
             need = self.memory.return_need(state.alive, [self._slots_up_to(end + 1) for end in ends], self.host)
             started = [sequence for other in self.running for sequence in other.started]
-            need += sum(self.memory.num_missing(one, self._slots_up_to(one.computed + 1)) for one in started)
+            need = total(need, *(self.memory.num_missing(one, self._slots_up_to(one.computed + 1)) for one in started))
         reason = self._why_short(need)
         if reason is not None:
             return reason
@@ -588,12 +590,12 @@ class TwinScheduler:
         counts = num_tokens, cached, computed, new, held, len(self.pool.free)
         self.events.append(Admitted(*self._at(state), kind, *counts))
 
-    def _why_short(self, need: int) -> Reason | None:
+    def _why_short(self, need: Need) -> Reason | None:
         """Why a request that needs so many blocks does not enter. The watermark is kept only next to others."""
-        free = len(self.pool.free)
-        if need > free:
-            return Reason.BLOCKS if self.running or free < len(self.pool) else Reason.NEVER
-        return Reason.WATERMARK if self.running and need > free - self.watermark else None
+        free = self.pool.num_free()
+        if exceeds(need, free):
+            return Reason.BLOCKS if self.running or free != list(self.pool.sizes) else Reason.NEVER
+        return Reason.WATERMARK if self.running and exceeds(total(need, self.watermark), free) else None
 
     def _never(self, state: TwinRequest) -> None:
         self.ignored.append(state.id)
@@ -687,16 +689,18 @@ class TwinScheduler:
             return self.config.enable_chunked_prefill
         return len(state.alive[0].tokens) > self.config.max_num_batched_tokens
 
-    def _most_blocks(self, state: TwinRequest) -> int:
+    def _most_blocks(self, state: TwinRequest) -> Need:
         """Blocks that its known tokens hold at once, in an empty pool."""
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
         ahead = min(len(state.alive[0].tokens) + self.config.num_lookahead_slots, self.max_model_len)
-        return self.memory.admission_need(state.request, ahead, nothing, capped=True) + self._sibling_need(state)
+        own = self.memory.admission_need(state.request, ahead, nothing, capped=True)
+        return total(own, self._sibling_need(state))
 
     def _why_never(self, state: TwinRequest) -> Reason | None:
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
         is_too_long = phased and state.request.num_prompt_tokens > self.config.max_num_batched_tokens
-        is_too_much = self._most_blocks(state) > len(self.pool) or state.num_seqs > self.config.max_num_seqs
+        is_too_much = exceeds(self._most_blocks(state), list(self.pool.sizes))
+        is_too_much |= state.num_seqs > self.config.max_num_seqs
         return Reason.NEVER if is_too_much or is_too_long else None
 
     def _admit(self, state: TwinRequest) -> Reason | None:
@@ -720,7 +724,8 @@ class TwinScheduler:
         upto = min(cached + want + self.config.num_lookahead_slots, self.max_model_len)
         need = self.memory.admission_need(request, upto, hits, capped=False)
         if self.config.admit_whole_prompt:
-            need = max(need, self.memory.admission_need(request, known, hits, capped=True) + siblings)
+            whole = self.memory.admission_need(request, known, hits, capped=True)
+            need = list(map(max, need, total(whole, siblings)))
         reason = self._why_short(need)
         if reason is not None:
             self.encoder.release(state)
@@ -746,9 +751,10 @@ class TwinScheduler:
             return 0, [[] for _ in self.memory.groups]
         return self.memory.hit(state.request, state.alive[0].tokens)
 
-    def _sibling_need(self, state: TwinRequest) -> int:
+    def _sibling_need(self, state: TwinRequest) -> Need:
         """Blocks of the sequences that resume with the first, after the full prompt blocks that they share with it."""
-        return 0 if len(state.alive) == 1 or not state.forked else self.memory.sibling_need(state)
+        is_alone = len(state.alive) == 1 or not state.forked
+        return self.memory.nothing() if is_alone else self.memory.sibling_need(state)
 
     def _enter(self, state: TwinRequest) -> None:
         state.status = "running"
@@ -782,10 +788,12 @@ class TwinScheduler:
         need = self.memory.admission_need(head.request, upto, hits, capped=False)
         if self.config.admit_whole_prompt:
             whole = self.memory.admission_need(head.request, len(head.alive[0].tokens), hits, capped=True)
-            need = max(need, whole + self._sibling_need(head))
+            need = list(map(max, need, total(whole, self._sibling_need(head))))
         held = {block for state in staying for one in state.alive for table in one.tables for block in table}
         held |= {block for table in hits for block in table if not self.pool.is_free(block)}
-        return need <= len(self.pool) - len(held - {NULL}) - (self.watermark if staying else 0)
+        for number in held - {NULL}:
+            need[self.pool.blocks[number].pool] += 1
+        return not exceeds(total(need, self.watermark) if staying else need, list(self.pool.sizes))
 
     def _place(self, state: TwinRequest, sequence: TwinSequence, new: int, *, enters: bool = False) -> None:
         self.budget -= new
@@ -885,7 +893,7 @@ class TwinScheduler:
         """Sequences that return after a recompute share the full prompt blocks of the first one, once it has them."""
         first = state.alive[0]
         known = min((len(sequence.tokens) for sequence in state.alive if not sequence.started), default=0)
-        shared = min(state.request.num_prompt_tokens, known - 1) // self.memory.block_size * self.memory.block_size
+        shared = min(state.request.num_prompt_tokens, known - 1) // self.memory.largest * self.memory.largest
         if not state.forked or not first.started or first.computed < shared:
             return
         for sequence in state.alive:
@@ -1164,8 +1172,8 @@ class TwinScheduler:
             ]
 
         return {
-            "free_blocks": len(self.pool.free),
-            "free_host_blocks": len(self.host.free),
+            "free_blocks": self.pool.num_free(),
+            "free_host_blocks": self.host.num_free(),
             "running": [state.id for state in self.running],
             "waiting": [state.id for state in self.waiting],
             "swapped": [state.id for state in self.swapped],

@@ -98,21 +98,25 @@ def test_groups_of_different_shapes_share_memory_block_by_block(on: DeviceUnderT
     assert bool((second.k[1] == 3).all())
 
 
-def test_states_share_tensors_with_pages_block_by_block(on: DeviceUnderTest) -> None:
-    """Three states in two tensors: whole blocks move, and no state overlaps another one of its block."""
+def test_states_have_a_pool_of_their_own(on: DeviceUnderTest) -> None:
+    """Its blocks follow those of the pages, on the device (5) and on the host (4); windows and matrices move."""
     pages = KVGroupSpec(layers=(0, 2), shape=KVShape(2, 2, 2))
-    states = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, (1, 3, 4), KVShape(2, 5, 0))
-    cache = CacheEngine((pages, states), 4, 5, 5, torch.float32, on.made, on.ops().make_device_blocks)
+    states = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, (1, 3), KVShape(2, 5, 0, (3, 4, 2)))
+    cache = CacheEngine((pages, states), 4, 5, 4, torch.bfloat16, on.made, on.ops().make_device_blocks, 3, 2)
     of_states = [cache.layers[layer] for layer in states.layers]
-    assert {(layer.k.shape, layer.v.numel()) for layer in of_states} == {((6, 2, 1, 5), 0)}
+    assert {(layer.k.shape, layer.v.shape) for layer in of_states} == {((4, 2, 1, 5), (4, 3, 4, 2))}
+    assert {(layer.k.dtype, layer.v.dtype) for layer in of_states} == {(torch.bfloat16, torch.float32)}
     for number, layer in enumerate(of_states):
-        layer.k[4] = number + 1.0
-    cache.layers[0].k[3] = 9.0
-    assert [float(layer.k[4].mean()) for layer in of_states] == [1, 2, 3]
-    cache.apply(step(1, [], swap_out=pairs((4, 1)), swap_in=pairs((1, 5)), copies=pairs((4, 2))))
-    for block in (2, 5):
-        assert [float(layer.k[block].mean()) for layer in of_states] == [1, 2, 3]
-    assert [float(layer.k[1].sum()) for layer in of_states] == [0, 0, 0]
+        layer.k[1], layer.v[1] = number + 1.0, number + 3.0
+    cache.layers[0].k[1] = 9.0
+    cache.apply(
+        step(1, [], swap_out=pairs((1, 2), (6, 5)), swap_in=pairs((5, 8), (2, 3)), copies=pairs((6, 7), (1, 4)))
+    )
+    for block in (2, 3):
+        assert [float(layer.k[block].mean()) for layer in of_states] == [1, 2]
+        assert [float(layer.v[block].mean()) for layer in of_states] == [3, 4]
+    assert [float(layer.v[0].sum()) for layer in of_states] == [0, 0]
+    assert [float(cache.layers[0].k[block].mean()) for block in range(6)] == [0, 9, 0, 9, 9, 0]
 
 
 def test_blocks_that_go_out_may_be_written_at_once(on: DeviceUnderTest) -> None:

@@ -174,10 +174,10 @@ def test_steps_with_a_shared_prefix_have_graphs_of_their_own() -> None:
     for prefix in (None, (4, 2), None, (8, 2), (12, 1)):
         shared = () if prefix is None else (i32(*prefix),)
         size = PaddedSize(2, 2, 1, 64)
-        rows = BatchRows(np.arange(3, dtype=np.int32), ones, [ones[:, None]], 1, 1, shared).padded(size, BLOCK)
+        rows = BatchRows(np.arange(3, dtype=np.int32), ones, [ones[:, None]], 1, 1, shared, None, [BLOCK]).padded(size)
         parts = [[ones, ones - 1, np.arange(2)], [slots], rows.arrays]
         (token_ids, positions, index), of_groups, of_rows = forward.staging._move(parts, 4096)
-        metadata = rows.metadata(of_groups, of_rows, BLOCK)
+        metadata = rows.metadata(of_groups, of_rows)
         batch = ForwardBatch(token_ids, positions, metadata, Tail(index, metadata), index)
         forward.run(batch, cache.layers, size)
     assert graphs.num_graphs == 2

@@ -11,7 +11,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerLimits
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing, block_sizes
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -22,6 +22,7 @@ from pagoda.worker.memory import (
     KVCapacity,
     KVSlot,
     available_memory,
+    bytes_of_blocks,
     embeds_memory,
     kv_block_bytes,
     kv_bytes_per_token,
@@ -113,18 +114,64 @@ def test_a_slot_has_room_for_the_largest_shape() -> None:
     assert kv_bytes_per_token(groups, "bfloat16") == 2 * (2 * (256 + 128) + 3 * (128 + 128))
 
 
-def test_states_share_the_tensors_of_attention() -> None:
-    """Ten states of 8,192 elements next to six layers of attention, LFM2-1.2B: they fit without more memory."""
+def test_blocks_of_states_are_counted_by_themselves() -> None:
+    """Ten states of 4,096 elements next to six layers of attention, LFM2-1.2B: a snapshot for every block."""
     state, attention = KVShape(2, 2048, 0), KVShape(8, 64, 64)
     states = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, tuple(range(6, 16)), state)
     groups = (KVGroupSpec(layers=tuple(range(6)), shape=attention), states)
-    assert kv_slots(groups) == (*[KVSlot(512, 512, 8, 8192)] * 4, *[KVSlot(512, 512, 8, 4096)] * 2)
-    assert kv_block_bytes(groups, "bfloat16", 16) == 6 * 2 * 2 * 512 * 16
-    assert kv_block_bytes(groups, "bfloat16", 8) == 4 * 2 * (8192 + 4096) + 2 * 2 * 2 * 4096
-    assert kv_block_bytes((states,), "float32", 16) == 10 * 4 * 4096
+    assert bytes_of_blocks(groups, "bfloat16", 16) == (6 * 2 * 2 * 512 * 16, 10 * 2 * 4096)
+    assert bytes_of_blocks((states,), "float32", 16) == (10 * 4 * 4096,)
+    assert block_sizes(groups, 16) == (16, 16)
     assert kv_bytes_per_token(groups, "bfloat16") == 6 * 2 * 2 * 512
     assert state_bytes(groups, "bfloat16") == 10 * 2 * 4096
     assert state_bytes(groups[:1], "bfloat16") == 0
+
+
+def granite_4_tiny() -> tuple[KVGroupSpec, ...]:
+    """Four layers of attention and 36 of Mamba-2."""
+    mamba = KVShape(3, 3328, 0, (48, 128, 64))
+    return (
+        KVGroupSpec(layers=tuple(range(4)), shape=KVShape(4, 128, 128)),
+        KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, tuple(range(4, 40)), mamba),
+    )
+
+
+def test_large_states_are_kept_every_512_tokens() -> None:
+    groups = granite_4_tiny()
+    assert state_bytes(groups, "bfloat16") == 36 * (2 * 3 * 3328 + 4 * 48 * 128 * 64)
+    assert block_sizes(groups, 16) == (16, 512)
+    assert block_sizes(groups[1:], 24) == (768,)  # a multiple of the block
+
+
+def test_memory_is_divided_between_attention_and_states() -> None:
+    """Two states for each row and those of the longest chunk, then one for every 512 tokens of attention; but no more
+    bytes than attention has, unless one sequence needs them."""
+    groups, cache = granite_4_tiny(), CacheConfig(kv_cache_memory=16 * GIB)
+    few = SchedulerOptions(max_num_batched_tokens=2048, max_num_seqs=4)
+    of_block, of_state = bytes_of_blocks(groups, "bfloat16", 16)
+    found = plan_capacity(groups, cache, "bfloat16", 8192, 0, few)
+    held = -(-2049 // 512) + 1
+    affordable = found.num_blocks * of_block // of_state
+    assert abs(found.num_states - affordable) <= 1 + affordable // 100
+    assert 16 * GIB - 2 * (of_block + of_state) < found.device_bytes <= 16 * GIB
+    small = KVSizing.of(groups, 16, 8192, few)
+    assert small.pool_sizes(100) == (100, held)
+    assert small.pool_sizes(0) == (0, 0)
+    lfm2 = (
+        KVGroupSpec(layers=tuple(range(6)), shape=KVShape(8, 64, 64)),
+        KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, tuple(range(6, 16)), KVShape(2, 2048, 0)),
+    )
+    assert KVSizing.of(lfm2, 16, 8192, few).pool_sizes(1000) == (1000, 2 * 4 + 1000 + -(-2049 // 16) + 1)
+
+
+def test_a_model_of_states_alone_has_as_long_requests_as_it_may() -> None:
+    groups = granite_4_tiny()[1:]
+    (of_state,) = bytes_of_blocks(groups, "bfloat16", 16)
+    few = SchedulerOptions(max_num_batched_tokens=512, max_num_seqs=4)
+    found = plan_capacity(groups, CacheConfig(kv_cache_memory=12 * of_state), "bfloat16", 1 << 17, 0, few)
+    assert (found.num_blocks, found.num_states, found.max_tokens) == (11, 0, 1 << 17)
+    with pytest.raises(CapacityError, match="kv_cache_memory"):
+        plan_capacity(groups, CacheConfig(kv_cache_memory=3 * of_state), "bfloat16", 1 << 17, 0, few)
 
 
 def test_pool_from_bytes_share_or_count() -> None:
@@ -205,8 +252,10 @@ def test_too_little_memory_names_what_would_fit() -> None:
 def test_window_groups_need_less() -> None:
     groups = (KVGroupSpec(KVGroupKind.FULL, 0, (0,)), KVGroupSpec(KVGroupKind.WINDOW, 32, (1,)))
     sizing = KVSizing.of(groups, 16, 160, SchedulerOptions(max_num_batched_tokens=16, max_num_seqs=1))
-    assert sizing.blocks_for_request(160) == 10 + 4  # 31 tokens of the window, 16 being computed, and a part of a block
-    assert sizing.blocks_for_request(16) == 2
+    assert sizing.blocks_for_request(160) == (
+        10 + 4,
+    )  # 31 tokens of the window, 16 being computed, and a part of a block
+    assert sizing.blocks_for_request(16) == (2,)
 
 
 @pytest.mark.parametrize("budget", [64, 2048])
@@ -238,7 +287,7 @@ def test_start_up_promises_what_admission_keeps(budget: int, kinds: tuple[int, .
 
 def test_a_window_of_512_needs_161_blocks_everywhere() -> None:
     groups = (KVGroupSpec(KVGroupKind.WINDOW, 512, (0,)),)
-    assert KVSizing.of(groups, 16, 8192, SchedulerOptions()).blocks_for_request(8192) == 161
+    assert KVSizing.of(groups, 16, 8192, SchedulerOptions()).blocks_for_request(8192) == (161,)
 
 
 def test_a_model_without_kv_takes_no_memory_for_it() -> None:

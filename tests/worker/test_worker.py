@@ -39,7 +39,7 @@ def test_it_runs_between_set_pools_and_shutdown(tmp_path: Path) -> None:
     capacity = worker.measure([])
     assert capacity.free_bytes > 2**20
     assert (capacity.memory.startswith("host of "), capacity.num_too_large) == (True, 0)
-    assert capacity.block_bytes == 2 * 2 * 8 * 2 * 16 * 4  # K and V, layers, tokens, heads, elements, float32
+    assert capacity.block_bytes == (2 * 2 * 8 * 2 * 16 * 4,)  # K and V, layers, tokens, heads, elements, float32
     with pytest.raises(WorkerDied):
         worker.launch(first).result()
     worker.set_pools(10, 0)

@@ -14,10 +14,22 @@ Nothing else in this folder is imported from outside.
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.manager import KVCacheManager
 from pagoda.core.kv.prefix_cache import CachedPrefix
-from pagoda.core.kv.sizing import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing, layers_per_block
+from pagoda.core.kv.sizing import (
+    STATE_WINDOW,
+    BlockCounts,
+    KVGroupKind,
+    KVGroupSpec,
+    KVShape,
+    KVSizing,
+    block_sizes,
+    by_pool,
+    exceeds,
+    layers_per_block,
+)
 
 __all__ = [
     "STATE_WINDOW",
+    "BlockCounts",
     "BlockTables",
     "CachedPrefix",
     "KVCacheManager",
@@ -25,5 +37,8 @@ __all__ = [
     "KVGroupSpec",
     "KVShape",
     "KVSizing",
+    "block_sizes",
+    "by_pool",
+    "exceeds",
     "layers_per_block",
 ]

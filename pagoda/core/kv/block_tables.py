@@ -5,7 +5,7 @@ import numpy as np
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
-from pagoda.core.kv.sizing import KVGroup, KVSizing, blocks_for
+from pagoda.core.kv.sizing import BlockCounts, KVGroup, KVSizing, blocks_for, exceeds
 from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.scheduler_output import NO_DELTA, NO_PAIRS, BlockDelta
 
@@ -13,13 +13,14 @@ _TableChange = tuple[np.ndarray, int, np.ndarray, np.ndarray]  # rows, group, in
 
 
 class BlockTables:
-    """The block tables of all KV groups over one device pool, as columns with one row per running sequence.
+    """The block tables of all KV groups over the device pools, as columns with one row per running sequence.
 
     `allocate_slots` first frees what a window has left, then copies a shared tail block that is about to be written,
     then allocates new blocks.
 
+    pools: the blocks of attention, and those of states; see KVGroupSpec. No two have a block id in common.
     entries: per KV group, int32 [rows, max blocks]; 0 is the null block. The list is the prefix cache's, too.
-    num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).
+    num_blocks: per pool, int32 [rows], entries used in the tables of its groups that grow (they grow together).
     num_cross_blocks: int32 [rows], entries used in those that do not.
     num_released: per KV group, int32 [rows], leading blocks freed because the window has left them.
     reserved_until: int32 [rows], read-only: while a step ends at or below this position, the row needs nothing here: no
@@ -31,26 +32,26 @@ class BlockTables:
         self,
         table: RequestTable,
         entries: list[np.ndarray],
-        pool: BlockPool,
+        pools: tuple[BlockPool, ...],
         prefix_cache: PrefixCache,
         sizing: KVSizing,
     ) -> None:
         self.entries = entries
-        self.num_blocks = np.zeros(table.max_rows, np.int32)
+        self.num_blocks = tuple(np.zeros(table.max_rows, np.int32) for _ in pools)
         self.num_cross_blocks = np.zeros(table.max_rows, np.int32)
         self.num_released = [np.zeros(table.max_rows, np.int32) for _ in sizing.groups]
         self._reserved_until = np.zeros(table.max_rows, np.int32)
         self.reserved_until = readonly(self._reserved_until)
         self.copies: list[tuple[int, int, int]] = []
-        self.pool = pool
+        self.pools = pools
         self.groups = sizing.groups
         self.growing = tuple(group for group in sizing.groups if group.grows)
+        self._growing_in = [tuple(group for group in self.growing if group.pool == pool) for pool in range(len(pools))]
         self.windows = tuple(group for group in sizing.groups if group.is_window)
         self._cross = tuple(group for group in sizing.groups if not group.grows)
         self._table = table
         self._prefix_cache = prefix_cache
         self._sizing = sizing
-        self._block_size = sizing.block_size
         self._shared_tails: set[int] = set()  # rows whose next write may be into a block that others reference
         self._changed: list[_TableChange] = []
 
@@ -58,7 +59,7 @@ class BlockTables:
 
     def used(self, group: KVGroup) -> np.ndarray:
         """Return the entries in use in the tables of `group`, int32 [rows]."""
-        return self.num_blocks if group.grows else self.num_cross_blocks
+        return self.num_blocks[group.pool] if group.grows else self.num_cross_blocks
 
     def num_held(self, row: int) -> int:
         """Return the row's entries that name a block, those that a window has left aside."""
@@ -71,35 +72,50 @@ class BlockTables:
             for group, entries in zip(self.groups, self.entries, strict=True)
         )
 
+    def num_free(self) -> BlockCounts:
+        """Return how many blocks each pool can give."""
+        return tuple(pool.num_free for pool in self.pools)
+
+    def of_pool(self, pool: int, blocks: np.ndarray) -> np.ndarray:
+        """Return those of `blocks` that are the pool's, without the null block."""
+        first = self.pools[pool].first_id
+        return blocks[(blocks >= first) & (blocks < first + self.pools[pool].num_blocks)]
+
     def in_order(self, row: int) -> np.ndarray:
-        """Return the row's blocks by table index, over all groups: a hit needs those of an index in every group."""
+        """Return the row's blocks by the position where they end, over all groups: a hit needs them in every group."""
         tables = self.of(row)
-        index = np.concatenate([np.arange(len(blocks)) for blocks in tables] or [NO_BLOCKS])
-        blocks = np.concatenate(tables or (NO_BLOCKS,))[np.argsort(index, kind="stable")]
+        ends = [
+            np.arange(1, len(blocks) + 1) * group.block_size for group, blocks in zip(self.groups, tables, strict=True)
+        ]
+        order = np.argsort(np.concatenate(ends or [NO_BLOCKS]), kind="stable")
+        blocks = np.concatenate(tables or (NO_BLOCKS,))[order]
         return blocks[blocks != 0]
 
-    def _missing(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return how many blocks each row lacks per growing group; int32 [num_rows]."""
+    def _missing(self, pool: int, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return how many blocks each row lacks per growing group of the pool; int32 [num_rows]."""
         target = np.minimum(ends + self._sizing.num_lookahead_slots, self._sizing.max_model_len)
-        return np.maximum(-(-target // self._block_size) - self.num_blocks[rows], 0)
+        return np.maximum(-(-target // self._sizing.block_sizes[pool]) - self.num_blocks[pool][rows], 0)
 
-    def num_missing(self, rows: np.ndarray, ends: np.ndarray) -> int:
+    def num_missing(self, rows: np.ndarray, ends: np.ndarray) -> BlockCounts:
         """Return how many blocks `rows` lack to compute up to `ends`, without copies."""
-        return int(self._missing(rows, ends).sum()) * len(self.growing)
+        counts = [int(self._missing(pool, rows, ends).sum()) for pool in range(len(self.pools))]
+        return self._sizing.total((group, counts[group.pool]) for group in self.growing)
 
-    def _num_fitting(self, rows: np.ndarray, missing: np.ndarray) -> int:
+    def _num_fitting(self, rows: np.ndarray, missing: list[np.ndarray]) -> int:
         """Return how many leading `rows` certainly find their blocks, copies included; 0 only if the first does not."""
-        num_groups, free = len(self.growing), self.pool.num_free
-        most = missing
-        if self._shared_tails:  # a copy for each, although the last one writes in place
-            most = missing + np.isin(rows, list(self._shared_tails))
-        if int(most.sum()) * num_groups <= free:
-            return len(rows)
-        count = int(np.count_nonzero(np.cumsum(most) * num_groups <= free))
+        copies = np.isin(rows, list(self._shared_tails)) if self._shared_tails else 0
+        count = len(rows)
+        for pool, groups, lacking in zip(self.pools, self._growing_in, missing, strict=True):
+            most = (lacking + copies) * len(groups)  # a copy for each, although the last one writes in place
+            if int(most.sum()) > pool.num_free:
+                count = min(count, int(np.count_nonzero(np.cumsum(most) <= pool.num_free)))
         if count:
             return count
-        self._free_passed(int(rows[0]))
-        return int(int(missing[0]) * num_groups + len(self._shared_tail_groups(int(rows[0]))) <= self.pool.num_free)
+        first = int(rows[0])
+        self._free_passed(first)
+        tails = [(group, 1) for group, _ in self._shared_tail_groups(first)]
+        grown = [(group, int(missing[group.pool][0])) for group in self.growing]
+        return int(not exceeds(self._sizing.total(grown + tails), self.num_free()))
 
     # New rows and longer rows
 
@@ -112,14 +128,16 @@ class BlockTables:
             blocks[:passed] = 0
             self.entries[group.index][row, : len(blocks)] = blocks
             self.num_released[group.index][row] = passed
-            self.pool.touch(blocks[blocks != 0])
-        self.num_blocks[row] = prefix.num_tokens // self._block_size
-        self.num_cross_blocks[row] = count = blocks_for(encoder_len, self._block_size) if self._cross else 0
+            self.pools[group.pool].touch(blocks[blocks != 0])
+        for used, block_size in zip(self.num_blocks, self._sizing.block_sizes, strict=True):
+            used[row] = prefix.num_tokens // block_size
+        self.num_cross_blocks[row] = 0
         for group in self._cross:
+            self.num_cross_blocks[row] = count = blocks_for(encoder_len, group.block_size)
             self._widen(group.index, count)
-            self.entries[group.index][row, :count] = self.allocate(count)
+            self.entries[group.index][row, :count] = self.allocate(group.pool, count)
         self._append(row, end)
-        self._prefix_cache.start_row(row, prefix.num_tokens // self._block_size)
+        self._prefix_cache.start_row(row, prefix.num_tokens)
         self._prefix_cache.cache_blocks(row, end)
 
     def _widen(self, group: int, num_blocks: int) -> None:
@@ -135,37 +153,44 @@ class BlockTables:
         Out-of-window blocks of that one are freed all the same. More may fit than were served: whether one does is only
         certain for the first.
         """
-        missing = self._missing(rows, ends)
+        missing = [self._missing(pool, rows, ends) for pool in range(len(self.pools))]
         count = self._num_fitting(rows, missing)
-        if count > 1 and self.windows and self.pool.has_pins:  # what the window of a later row leaves is not free yet
+        # What the window of a later row leaves is not free yet.
+        if count > 1 and self.windows and any(pool.has_pins for pool in self.pools):
             for at in range(count):
                 self.allocate_slots(rows[at : at + 1], ends[at : at + 1])
             return count
-        rows, missing = rows[:count], missing[:count]
+        rows = rows[:count]
         if self.windows:
             for row in rows.tolist():
                 self._free_passed(row)
         if self._shared_tails:
             for row in rows.tolist():  # in running order: the last one of a block writes in place
                 self._unshare_tail(row)
-        have = self.num_blocks[rows]
-        total = int(missing.sum())
-        if total:
-            if total == len(rows) and missing.max() == 1:
-                where, index = rows, have
-            else:
-                where = np.repeat(rows, missing)
-                first = np.cumsum(missing) - missing
-                index = np.repeat(have - first, missing) + np.arange(total)
-            allocated = self.allocate(total * len(self.growing))
-            where, index = where.astype(np.int32), index.astype(np.int32)
-            for nth, group in enumerate(self.growing):
-                block_ids = allocated[nth * total : (nth + 1) * total]
-                self.entries[group.index][where, index] = block_ids
-                self._changed.append((where, group.index, index, block_ids))
-            self.num_blocks[rows] = have + missing
+        for pool, lacking in enumerate(missing):
+            self._grow(pool, rows, lacking[:count])
         self._reserve(rows)
         return count
+
+    def _grow(self, pool: int, rows: np.ndarray, missing: np.ndarray) -> None:
+        """Allocate `missing` new blocks at the end of the tables of `rows`, in each growing group of the pool."""
+        total = int(missing.sum())
+        if not total:
+            return
+        have, groups = self.num_blocks[pool][rows], self._growing_in[pool]
+        if total == len(rows) and missing.max() == 1:
+            where, index = rows, have
+        else:
+            where = np.repeat(rows, missing)
+            first = np.cumsum(missing) - missing
+            index = np.repeat(have - first, missing) + np.arange(total)
+        allocated = self.allocate(pool, total * len(groups))
+        where, index = where.astype(np.int32), index.astype(np.int32)
+        for nth, group in enumerate(groups):
+            block_ids = allocated[nth * total : (nth + 1) * total]
+            self.entries[group.index][where, index] = block_ids
+            self._changed.append((where, group.index, index, block_ids))
+        self.num_blocks[pool][rows] = have + missing
 
     def allocate_slots_swapped_in(self, row: int, end: int) -> None:
         """Make room for a row that comes back in this step."""
@@ -174,24 +199,29 @@ class BlockTables:
 
     def _append(self, row: int, end: int) -> None:
         """Allocate new blocks at the end of the tables of one row, which workers get whole."""
-        have, want = int(self.num_blocks[row]), blocks_for(self._sizing.slots_up_to(end), self._block_size)
-        if want > have:
-            for group in self.growing:
-                allocated = self.allocate(want - have)
-                self.entries[group.index][row, have:want] = allocated
-            self.num_blocks[row] = want
+        slots = self._sizing.slots_up_to(end)
+        for pool, block_size in enumerate(self._sizing.block_sizes):
+            have, want = int(self.num_blocks[pool][row]), blocks_for(slots, block_size)
+            if want > have:
+                for group in self._growing_in[pool]:
+                    self.entries[group.index][row, have:want] = self.allocate(pool, want - have)
+                self.num_blocks[pool][row] = want
         self._reserve(np.array([row]))
 
-    def allocate(self, count: int) -> np.ndarray:
+    def allocate(self, pool: int, count: int) -> np.ndarray:
         """Allocate `count` blocks, int32; what they held is removed from the prefix cache."""
-        allocated, evicted = self.pool.allocate(count)
+        allocated, evicted = self.pools[pool].allocate(count)
         if len(evicted):
             self._prefix_cache.remove(evicted.tolist())
         return allocated
 
     def _reserve(self, rows: np.ndarray) -> None:
         """Note up to where `rows` can continue without the KV manager."""
-        until = self.num_blocks[rows] * self._block_size - self._sizing.num_lookahead_slots
+        sizes = self._sizing.block_sizes
+        until = self.num_blocks[0][rows] * sizes[0]
+        for used, block_size in zip(self.num_blocks[1:], sizes[1:], strict=True):
+            until = np.minimum(until, used[rows] * block_size)
+        until -= self._sizing.num_lookahead_slots
         for group in self.windows:
             until = np.minimum(until, group.next_passed_at(self.num_released[group.index][rows]))
         self._reserved_until[rows] = until
@@ -201,11 +231,11 @@ class BlockTables:
         done = int(self._table.num_computed[row] - self._table.num_in_flight[row])
         for group in self.windows:
             released = self.num_released[group.index]
-            first, last = int(released[row]), min(group.num_passed_blocks(done), int(self.num_blocks[row]))
+            first, last = int(released[row]), min(group.num_passed_blocks(done), int(self.used(group)[row]))
             if last > first:
                 self._prefix_cache.cache_blocks(row, done)  # while the entries still name the blocks
                 entries = self.entries[group.index][row, first:last]
-                self.pool.free(entries[entries != 0][::-1])
+                self.pools[group.pool].free(entries[entries != 0][::-1])
                 entries[:] = 0
                 released[row] = last
 
@@ -213,22 +243,22 @@ class BlockTables:
 
     def fork(self, source: int, row: int, num_tokens: int) -> None:
         """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
-        count = blocks_for(num_tokens, self._block_size)
+        for used, block_size in zip(self.num_blocks, self._sizing.block_sizes, strict=True):
+            used[row] = blocks_for(num_tokens, block_size)
         for group in self.growing:
-            entries = self.entries[group.index]
+            entries, count = self.entries[group.index], int(self.num_blocks[group.pool][row])
             entries[row, :count] = entries[source, :count]
             entries[row, count:] = 0
-            self.pool.touch(entries[row, :count][entries[row, :count] != 0])
+            self.pools[group.pool].touch(entries[row, :count][entries[row, :count] != 0])
             self.num_released[group.index][row] = min(int(self.num_released[group.index][source]), count)
         for group in self._cross:
             held = int(self.num_cross_blocks[source])
             entries = self.entries[group.index]
             entries[row, :held] = entries[source, :held]
-            self.pool.touch(entries[row, :held])
+            self.pools[group.pool].touch(entries[row, :held])
         self.num_cross_blocks[row] = self.num_cross_blocks[source]
-        self.num_blocks[row] = count
         self._reserve(np.array([row]))
-        if num_tokens % self._block_size:
+        if num_tokens % self._sizing.shared_size:
             self._mark_shared_tail(source)
             self._mark_shared_tail(row)
         self._prefix_cache.share(source, row, num_tokens)
@@ -236,9 +266,10 @@ class BlockTables:
     def restore(self, row: int, parts: tuple[tuple[np.ndarray, np.ndarray], ...], *, has_tail: bool) -> None:
         """Fill an empty row with blocks that hold its content already: per KV group, (table indices, blocks).
 
-        has_tail: the last one is partly filled; a sibling may have it, too.
+        has_tail: the last one of a pool is partly filled; a sibling may have it, too.
         """
-        self.num_blocks[row] = self.num_cross_blocks[row] = 0
+        for used in (*self.num_blocks, self.num_cross_blocks):
+            used[row] = 0
         for group, entries, released, (index, blocks) in zip(
             self.groups, self.entries, self.num_released, parts, strict=True
         ):
@@ -249,7 +280,8 @@ class BlockTables:
             if not group.grows:
                 self.num_cross_blocks[row] = len(index)
             elif len(index):
-                self.num_blocks[row] = max(int(self.num_blocks[row]), int(index[-1]) + 1)
+                used = self.num_blocks[group.pool]
+                used[row] = max(int(used[row]), int(index[-1]) + 1)
         self._reserve(np.array([row]))
         if has_tail:
             self._mark_shared_tail(row)
@@ -267,27 +299,37 @@ class BlockTables:
             self._copy_on_write(row, group, index)
         self._shared_tails.discard(row)
 
-    def _shared_tail_groups(self, row: int) -> list[tuple[int, int]]:
+    def _shared_tail_groups(self, row: int) -> list[tuple[KVGroup, int]]:
         """(group, table index) of the partly filled block the row writes next, where others reference it."""
         if row not in self._shared_tails:
             return []
-        index = int(self._table.num_computed[row]) // self._block_size
-        entries, ref_count = self.entries, self.pool.ref_count
-        return [(group.index, index) for group in self.growing if ref_count[entries[group.index][row, index]] > 1]
+        num_computed, found = int(self._table.num_computed[row]), list[tuple[KVGroup, int]]()
+        for group in self.growing:
+            index = num_computed // group.block_size
+            if num_computed % group.block_size and self.num_references(group, row, index) > 1:
+                found.append((group, index))
+        return found
 
-    def _copy_on_write(self, row: int, group: int, index: int) -> None:
-        source = int(self.entries[group][row, index])
-        target = int(self.allocate(1)[0])
-        self.entries[group][row, index] = target
-        self.pool.free(np.array([source], np.int32))
+    def num_references(self, group: KVGroup, row: int, index: int) -> int:
+        """Return how many table entries name the block at `index` of the row's table."""
+        return int(self.pools[group.pool].ref_count[self.entries[group.index][row, index]])
+
+    def _copy_on_write(self, row: int, group: KVGroup, index: int) -> None:
+        source = int(self.entries[group.index][row, index])
+        target = int(self.allocate(group.pool, 1)[0])
+        self.entries[group.index][row, index] = target
+        self.pools[group.pool].free(np.array([source], np.int32))
         self.copies.append((row, source, target))
         where, at, block_ids = np.array([[row], [index], [target]], np.int32)
-        self._changed.append((where, group, at, block_ids))
+        self._changed.append((where, group.index, at, block_ids))
 
     def free_row(self, row: int) -> None:
         """Free every block of the row, tail first."""
-        self.pool.free(self.in_order(row)[::-1])
-        self.num_blocks[row] = self.num_cross_blocks[row] = 0
+        blocks = self.in_order(row)[::-1]
+        for number, pool in enumerate(self.pools):
+            pool.free(self.of_pool(number, blocks))
+        for used in (*self.num_blocks, self.num_cross_blocks):
+            used[row] = 0
         self._shared_tails.discard(row)
 
     # The step being planned
@@ -312,8 +354,13 @@ class BlockTables:
 
     def blocks_between(self, row: int, start: int, end: int) -> set[int]:
         """Return the blocks of positions `start` .. `end` - 1, also of a row that its sequence has left."""
-        first, last = start // self._block_size, blocks_for(end, self._block_size)
-        return {block for group in self.growing for block in self.entries[group.index][row, first:last].tolist()}
+        return {
+            block
+            for group in self.growing
+            for block in self.entries[group.index][
+                row, start // group.block_size : blocks_for(end, group.block_size)
+            ].tolist()
+        }
 
     # Invariants
 
@@ -324,27 +371,29 @@ class BlockTables:
 
     def _check_references(self, rows: np.ndarray) -> None:
         """Every block's count equals the number of table entries naming it."""
-        ref_count = self.pool.ref_count
-        counted = np.zeros(len(ref_count), np.int64)
-        for group, entries in zip(self.groups, self.entries, strict=True):
-            held = entries[rows][np.arange(entries.shape[1]) < self.used(group)[rows][:, None]]
-            counted += np.bincount(held, minlength=len(counted))
-        counted[0] = 0
-        if (counted != ref_count).any():
-            block = int(np.flatnonzero(counted != ref_count)[0])
-            raise InvariantBroken(
-                f"block {block} has {ref_count[block]} references, but {counted[block]} table entries name it"
-            )
+        for number, pool in enumerate(self.pools):
+            counted = np.zeros(len(pool.ref_count), np.int64)
+            for group in self.groups:
+                if group.pool == number:
+                    entries = self.entries[group.index]
+                    held = entries[rows][np.arange(entries.shape[1]) < self.used(group)[rows][:, None]]
+                    counted += np.bincount(held, minlength=len(counted))
+            counted[0] = 0
+            if (counted != pool.ref_count).any():
+                block = int(np.flatnonzero(counted != pool.ref_count)[0])
+                raise InvariantBroken(
+                    f"block {block} has {pool.ref_count[block]} references, but {counted[block]} table entries name it"
+                )
 
     def _check_writers(self, rows: np.ndarray) -> None:
         """No row continues to write to a block that others reference without the manager being asked first."""
-        num_computed = self._table.num_computed[rows]
-        tail = num_computed // self._block_size
-        inside = (tail < self.num_blocks[rows]) & (num_computed % self._block_size != 0)
-        rows, tail, num_computed = rows[inside], tail[inside], num_computed[inside]
         for group in self.growing:
-            shared = self.pool.ref_count[self.entries[group.index][rows, tail]] > 1
-            if (self._reserved_until[rows[shared]] >= num_computed[shared]).any():
+            num_computed = self._table.num_computed[rows]
+            tail = num_computed // group.block_size
+            inside = (tail < self.used(group)[rows]) & (num_computed % group.block_size != 0)
+            writers, tail, num_computed = rows[inside], tail[inside], num_computed[inside]
+            shared = self.pools[group.pool].ref_count[self.entries[group.index][writers, tail]] > 1
+            if (self._reserved_until[writers[shared]] >= num_computed[shared]).any():
                 raise InvariantBroken("a row would write to a block that another row references")
 
 

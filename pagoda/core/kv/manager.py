@@ -8,19 +8,19 @@ from pagoda.base.config import CacheConfig
 from pagoda.core.events import EventStream, Pinned
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.block_tables import BlockTables
-from pagoda.core.kv.host_tier import HostTier
+from pagoda.core.kv.host_tier import HostTier, make_pools
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
-from pagoda.core.kv.sizing import KVSizing, blocks_for
+from pagoda.core.kv.sizing import BlockCounts, KVSizing, blocks_for, exceeds
 from pagoda.core.request import Reason, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_options import SchedulerOptions
 
 
 class KVCacheManager:
-    """Blocks for rows: device pool, prefix cache and host tier.
+    """Blocks for rows: device pools, prefix cache and host tier.
 
-    num_blocks: usable device blocks; block 0 is the null block.   num_host_blocks: blocks of the swap pool.
-    pool, tables, prefix_cache, host: its parts, for what concerns one of them alone.
+    num_blocks: usable device blocks of each pool; block 0 is the null block.
+    pools, tables, prefix_cache, host: its parts, for what concerns one of them alone.
     A model without KV groups (an encoder) never needs a block, and nothing of it is cached.
     """
 
@@ -35,21 +35,26 @@ class KVCacheManager:
         events: EventStream,
     ) -> None:
         self.sizing = sizing
-        self.block_size = sizing.block_size
-        self.num_blocks = num_blocks
-        self._watermark_blocks = int(cache.watermark * (num_blocks + 1))  # free when a request enters next to others
+        self.pools = make_pools(sizing, num_blocks, first_id=1)
+        self.num_blocks: BlockCounts = tuple(pool.num_blocks for pool in self.pools)
+        # Free when a request enters next to others.
+        self._watermark: BlockCounts = tuple(int(cache.watermark * (count + 1)) for count in self.num_blocks)
         self._admit_whole_prompt = options.admit_whole_prompt
         self._table = table
-        max_blocks = blocks_for(sizing.max_model_len, sizing.block_size)
-        entries = [np.zeros((table.max_rows, max_blocks if group.grows else 0), np.int32) for group in sizing.groups]
+        widths = [blocks_for(sizing.max_model_len, group.block_size) * group.grows for group in sizing.groups]
+        entries = [np.zeros((table.max_rows, width), np.int32) for width in widths]
         caching = cache.enable_prefix_caching and bool(sizing.groups) and all(group.grows for group in sizing.groups)
-        self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(
-            table, entries, self.pool, sizing, events, enabled=caching, seed=options.prefix_hash_seed
+            table, entries, self.pools, sizing, events, enabled=caching, seed=options.prefix_hash_seed
         )
-        self.tables = BlockTables(table, entries, self.pool, self.prefix_cache, sizing)
+        self.tables = BlockTables(table, entries, self.pools, self.prefix_cache, sizing)
         self.host = HostTier(table, self.tables, sizing, num_host_blocks)
         self._events = events
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, of all pools."""
+        return sum(self.tables.num_free())
 
     def num_blocks_held(self, rows: Iterable[int]) -> list[int]:
         """Per KV group: distinct device blocks that `rows` reference, without the null block."""
@@ -63,7 +68,8 @@ class KVCacheManager:
         """Return what each usable block is for, and how many distinct blocks each owner has.
 
         owners: of each of `rows`, from 0.
-        The first is int32 [num_blocks]: 0 free, 1 free and in the prefix cache, 2 of several owners, 3 + its only one.
+        The first is int32 [blocks of all pools]: 0 free, 1 free and in the prefix cache, 2 of several owners, 3 + its
+        only one.
         """
         held_by, blocks = [NO_BLOCKS], [NO_BLOCKS]
         for group, entries in zip(self.sizing.groups, self.tables.entries, strict=True):
@@ -72,13 +78,13 @@ class KVCacheManager:
             row_at, place = np.nonzero((held != 0) & (np.arange(held.shape[1]) < used[:, None]))
             held_by.append(owners[row_at])
             blocks.append(held[row_at, place])
-        return _owners_of(self.pool, np.concatenate(held_by), np.concatenate(blocks), num_owners)
+        return _owners_of(self.pools, np.concatenate(held_by), np.concatenate(blocks), num_owners)
 
     def owners_of_host_blocks(self, swapped: list[list[Sequence]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the same of host blocks; each of the lists is of one owner."""
         each = [self.host.blocks_of(sequences) for sequences in swapped]
         owners = np.repeat(np.arange(len(each)), [len(blocks) for blocks in each])
-        return _owners_of(self.host.pool, owners, np.concatenate([NO_BLOCKS, *each]), len(each))
+        return _owners_of(self.host.pools, owners, np.concatenate([NO_BLOCKS, *each]), len(each))
 
     # A request enters
 
@@ -96,13 +102,19 @@ class KVCacheManager:
             return self.prefix_cache.nothing
         return self.prefix_cache.longest_prefix(request.unfinished[0])
 
-    def most_blocks(self, request: RequestState) -> int:
-        """Return the most blocks that the request's known tokens hold at once. A pool with fewer can never serve it."""
+    def most_blocks(self, request: RequestState) -> BlockCounts:
+        """Return the most blocks that the request's known tokens hold at once. Pools with fewer can never serve it."""
         num_tokens, encoder_len = len(request.unfinished[0].token_ids), request.spec.encoder_len
-        return self.sizing.blocks_for_request(num_tokens, encoder_len) + self._blocks_of_siblings(request)
+        return _sum(self.sizing.blocks_for_request(num_tokens, encoder_len), self._blocks_of_siblings(request))
 
     def why_no_blocks(
-        self, request: RequestState, prefix: CachedPrefix, num_new: int, *, others_run: bool, num_freed: int = 0
+        self,
+        request: RequestState,
+        prefix: CachedPrefix,
+        num_new: int,
+        *,
+        others_run: bool,
+        num_freed: BlockCounts | None = None,
     ) -> Reason | None:
         """Return why a request without rows may not compute `num_new` tokens after `prefix`; None: it may.
 
@@ -114,8 +126,8 @@ class KVCacheManager:
         if self._admit_whole_prompt:
             num_known = len(request.unfinished[0].token_ids)
             whole = self._blocks_to_admit(num_known, prefix, encoder_len, capped=True)
-            need = max(need, whole + self._blocks_of_siblings(request))
-        return self._why_short(need - num_freed, others_run=others_run)
+            need = tuple(map(max, need, _sum(whole, self._blocks_of_siblings(request))))
+        return self._why_short(need, num_freed, others_run=others_run)
 
     def why_no_swap_in(
         self, sequences: list[Sequence], ends: list[int], running: np.ndarray, running_ends: np.ndarray
@@ -126,16 +138,20 @@ class KVCacheManager:
         next token, too: what comes back would be the first to be swapped out again.
         """
         if not len(running):
-            return self._why_short(self.host.blocks_to_swap_in(sequences, ends), others_run=False)
+            return self._why_short(self.host.blocks_to_swap_in(sequences, ends), None, others_run=False)
         need = self.host.blocks_to_swap_in(sequences, [end + 1 for end in ends])
-        return self._why_short(need + self.tables.num_missing(running, running_ends + 1), others_run=True)
+        return self._why_short(_sum(need, self.tables.num_missing(running, running_ends + 1)), None, others_run=True)
 
-    def num_freed_with(self, rows: list[int], prefix: CachedPrefix) -> int:
+    def num_freed_with(self, rows: list[int], prefix: CachedPrefix) -> BlockCounts:
         """Return how many blocks only `rows` reference, those of `prefix` not counted: a hit would take them again."""
         entries = [entries for row in rows for entries in self.tables.of(row)]
         blocks, counts = np.unique(np.concatenate(entries or [NO_BLOCKS]), return_counts=True)
-        alone = blocks[(self.pool.ref_count[blocks] == counts) & (blocks != 0)]
-        return len(np.setdiff1d(alone, np.concatenate(prefix.blocks or (NO_BLOCKS,))))
+        left = np.isin(blocks, np.concatenate(prefix.blocks or (NO_BLOCKS,)), invert=True)
+        blocks, counts, freed = blocks[left], counts[left], list[int]()
+        for number, pool in enumerate(self.pools):
+            own = np.isin(blocks, self.tables.of_pool(number, blocks))
+            freed.append(int(np.count_nonzero(pool.ref_count[blocks[own]] == counts[own])))
+        return tuple(freed)
 
     def num_kept_without(self, rows: list[int]) -> int:
         """Return how many computed leading tokens of the first row stay findable when all `rows` leave.
@@ -144,46 +160,49 @@ class KVCacheManager:
         """
         if not self.prefix_cache.enabled or self.tables.windows:
             return 0
-        num_full, kept = int(self._table.num_computed[rows[0]]) // self.block_size, list[int]()
+        num_full, kept = int(self._table.num_computed[rows[0]]) // self.sizing.block_size, list[int]()
         for group in self.tables.growing:
             entries = self.tables.entries[group.index][rows, :num_full]
             blocks, num_own = entries[0], (entries == entries[0]).sum(axis=0)
-            held = self.pool.has_content[blocks] & (self.pool.ref_count[blocks] > num_own)
+            pool = self.pools[group.pool]
+            held = pool.has_content[blocks] & (pool.ref_count[blocks] > num_own)
             kept.append(int(np.logical_and.accumulate(held).sum()))
-        return min(kept) * self.block_size
+        return min(kept) * self.sizing.block_size
 
-    def _blocks_of_siblings(self, request: RequestState) -> int:
+    def _blocks_of_siblings(self, request: RequestState) -> BlockCounts:
         lengths = [len(sequence.token_ids) for sequence in request.siblings]
-        return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens) if lengths else 0
+        return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens)
 
-    def _blocks_to_admit(self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False) -> int:
+    def _blocks_to_admit(
+        self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False
+    ) -> BlockCounts:
         """Free blocks needed to hold `num_tokens` tokens after `prefix`; its blocks that are free count too.
 
         capped: count at most what a window group holds at once.
         """
-        need = 0
+        need = [0] * len(self.pools)
         for group in self.sizing.groups:
             if not group.grows:
-                need += blocks_for(encoder_len, self.block_size)
+                need[group.pool] += blocks_for(encoder_len, group.block_size)
                 continue
             blocks = prefix.blocks[group.index]
             passed = group.num_passed_blocks(prefix.num_tokens)
-            own = max(blocks_for(num_tokens, self.block_size) - len(blocks), 0)
+            own = max(blocks_for(num_tokens, group.block_size) - len(blocks), 0)
             if len(cached := blocks[passed:]):
-                own += int(np.count_nonzero((self.pool.ref_count[cached] == 0) & (cached != 0)))
-            need += min(own, group.max_held) if capped and group.max_held else own
-        return need
+                own += int(np.count_nonzero((self.pools[group.pool].ref_count[cached] == 0) & (cached != 0)))
+            need[group.pool] += min(own, group.max_held) if capped and group.max_held else own
+        return tuple(need)
 
-    def _why_short(self, num_needed: int, *, others_run: bool) -> Reason | None:
-        """Return None if `num_needed` blocks are free for a newcomer, else why not; NEVER if they cannot become free.
+    def _why_short(self, needed: BlockCounts, num_freed: BlockCounts | None, *, others_run: bool) -> Reason | None:
+        """Return None if `needed` blocks are free for a newcomer, else why not; NEVER if they cannot become free.
 
-        The watermark is kept only next to running requests.
+        The watermark is kept only next to running requests.   num_freed: blocks that would be free, too.
         """
-        free = self.pool.num_free
-        if num_needed > free:
+        free = self.tables.num_free() if num_freed is None else _sum(self.tables.num_free(), num_freed)
+        if exceeds(needed, free):
             is_empty = free == self.num_blocks and not others_run
             return Reason.NEVER if is_empty else Reason.BLOCKS
-        if others_run and num_needed + self._watermark_blocks > free:
+        if others_run and exceeds(_sum(needed, self._watermark), free):
             return Reason.WATERMARK
         return None
 
@@ -193,7 +212,8 @@ class KVCacheManager:
         """The sequence's KV cannot be trusted: its blocks are removed from the prefix cache."""
         for row in sequence.request.rows:  # now: a sibling that shares a block must not insert it afterwards
             self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
-        self.prefix_cache.uncache(sequence, int(self.tables.num_blocks[sequence.row]))
+        tables = self.tables.of(sequence.row) if sequence.row >= 0 else ()
+        self.prefix_cache.uncache(sequence, tables)
 
     def free(self, row: int, *, pins: bool = True) -> None:
         """Free every block of the row; what it has computed stays findable, and with `pins` pinned if asked to."""
@@ -213,8 +233,13 @@ class KVCacheManager:
         request = sequence.request.spec
         if pins and request.pin is not None and self.prefix_cache.enabled:
             # A hit needs the last run of a window: the first blocks alone would not be found.
-            partly = not self.tables.windows
-            if num_pinned := self.pool.pin(self.tables.in_order(row), request.pin, partly=partly):
+            partly, blocks, num_pinned = not self.tables.windows, self.tables.in_order(row), 0
+            for number, pool in reversed(list(enumerate(self.pools))):  # states, of which there are few, first
+                of_pool = pool.pin(self.tables.of_pool(number, blocks), request.pin, partly=partly)
+                num_pinned += of_pool
+                if not of_pool:
+                    break
+            if num_pinned:
                 self._events.write(Pinned(*self._events.at(request), sequence.index, num_pinned, request.pin.ttl_s))
 
     def remove_sequence(self, sequence: Sequence) -> None:
@@ -225,24 +250,31 @@ class KVCacheManager:
     def start_over(self) -> None:
         """Empty the prefix cache, and give blocks out as at first. None may be in use."""
         self.prefix_cache.reset()
-        self.pool.start_over()
-        self.host.pool.start_over()
+        for pool in (*self.pools, *self.host.pools):
+            pool.start_over()
 
     def check(self, rows: np.ndarray) -> None:
         """Check pools, tables of the running `rows`, and who may write. Raises InvariantBroken."""
-        self.pool.check()
+        for pool in self.pools:
+            pool.check()
         self.host.check()
         self.prefix_cache.check()
         self.tables.check(rows)
 
 
+def _sum(counts: BlockCounts, others: BlockCounts) -> BlockCounts:
+    return tuple([count + other for count, other in zip(counts, others, strict=True)])
+
+
 def _owners_of(
-    pool: BlockPool, owners: np.ndarray, blocks: np.ndarray, num_owners: int
+    pools: tuple[BlockPool, ...], owners: np.ndarray, blocks: np.ndarray, num_owners: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what `owners_of_blocks` does.   owners: of each of `blocks`."""
-    size = len(pool.has_content)
+    kinds = np.concatenate(
+        [np.zeros(pools[0].first_id, np.bool_), *(pool.has_content[pool.first_id :] for pool in pools)]
+    )
+    size, kinds = len(kinds), kinds.astype(np.int32)
     owner_of, block_of = np.divmod(np.unique(owners.astype(np.int64) * size + blocks), size)
-    kinds = pool.has_content.astype(np.int32)
     kinds[block_of] = 3 + owner_of
     kinds[np.bincount(block_of, minlength=size) > 1] = 2
-    return kinds[pool.first_id :], np.bincount(owner_of, minlength=num_owners).astype(np.int32)
+    return kinds[pools[0].first_id :], np.bincount(owner_of, minlength=num_owners).astype(np.int32)

@@ -121,8 +121,11 @@ class PrefixCache:
     Equal blocks may exist several times; the one inserted first is found, and when it is removed, the next.
     Hashing is lazy: tokens of a row are hashed at the next lookup, or when a block is freed.
 
+    Tokens are hashed in blocks of `KVSizing.block_size`. A larger block, of a state, has the hash of the last of its
+    smaller ones (`_per_block`).
+
     entries: the block tables' entries per KV group, read only here.
-    num_cached: int32 [rows], leading blocks of each row that were inserted into the cache.
+    num_cached: int32 [rows], leading hashed blocks of each row that were inserted into the cache.
     enabled: whether prefix caching is on (never for encoder-decoder models: their KV depends on the encoder's input).
     seed: of the hashes; None draws a secret one.
     """
@@ -131,7 +134,7 @@ class PrefixCache:
         self,
         table: RequestTable,
         entries: list[np.ndarray],
-        pool: BlockPool,
+        pools: tuple[BlockPool, ...],
         sizing: KVSizing,
         events: EventStream,
         *,
@@ -144,11 +147,12 @@ class PrefixCache:
         self.nothing = CachedPrefix(0, (NO_BLOCKS,) * len(sizing.groups))
         self._table = table
         self._entries = entries
-        self._pool = pool
+        self._pools = pools
         self._sizing = sizing
         self._events = events
         self._groups = tuple(group for group in sizing.groups if group.grows)
         self._windows = tuple(group for group in self._groups if group.is_window)
+        self._per_block = [group.block_size // sizing.block_size for group in sizing.groups]  # hashes
         self._blocks: list[dict[bytes, int]] = [{} for _ in sizing.groups]
         self._twins: list[dict[bytes, list[int]]] = [{} for _ in sizing.groups]
         self._hash_of: dict[int, tuple[int, bytes]] = {}
@@ -176,7 +180,7 @@ class PrefixCache:
             hash_of[block] = (group, block_hash)
             inserted.append(block)
         if inserted:
-            self._pool.note_content(inserted)
+            self._pools[self._sizing.groups[group].pool].note_content(inserted)
 
     def _write_removed(self, hashes: Iterable[tuple[int, bytes]]) -> None:
         """Write which hashes, each with its group, no block has any more."""
@@ -239,9 +243,9 @@ class PrefixCache:
 
     # Rows and sequences
 
-    def start_row(self, row: int, num_cached: int) -> None:
-        """The row begins with `num_cached` blocks of the cache; what it had is another sequence's."""
-        self.num_cached[row] = num_cached
+    def start_row(self, row: int, num_tokens: int) -> None:
+        """The row begins with blocks of the cache for `num_tokens`; what it had is another sequence's."""
+        self.num_cached[row] = num_tokens // self._sizing.block_size
 
     def share(self, source: int, row: int, num_tokens: int) -> None:
         """`row` references the blocks of the first `num_tokens` tokens of `source`, and their hashes if it has none."""
@@ -279,9 +283,12 @@ class PrefixCache:
         while self._windows and before != len(hashes):  # a window may shorten what another one agreed to
             before = len(hashes)
             for group in self._windows:
-                found[group.index] = self.last_cached_run(group.index, hashes, group.num_hit_blocks)
-                hashes = hashes[: len(found[group.index])]
-        blocks = tuple(np.array(blocks[: len(hashes)], np.int32) for blocks in found)
+                per_block = self._per_block[group.index]
+                ends = hashes[per_block - 1 :: per_block]
+                found[group.index] = self.last_cached_run(group.index, ends, group.num_hit_blocks)
+                hashes = hashes[: len(found[group.index]) * per_block]
+        counts = [len(hashes) // per_block for per_block in self._per_block]
+        blocks = tuple(np.array(blocks[:count], np.int32) for blocks, count in zip(found, counts, strict=True))
         return CachedPrefix(len(hashes) * self._sizing.block_size, blocks)
 
     def cache_blocks(self, row: int, num_computed: int) -> None:
@@ -297,8 +304,11 @@ class PrefixCache:
             return
         chain.extend(table.token_ids[row], filled)
         for group in self._groups:
-            blocks = self._entries[group.index][row, first:last].tolist()
-            self.insert(group.index, chain.hashes[first:last], blocks, chain.hashes[first - 1] if first else None)
+            per_block = self._per_block[group.index]
+            begin, end = first // per_block, last // per_block
+            blocks = self._entries[group.index][row, begin:end].tolist()
+            hashes = chain.hashes[(begin + 1) * per_block - 1 : last : per_block]
+            self.insert(group.index, hashes, blocks, chain.hashes[begin * per_block - 1] if begin else None)
         self.num_cached[row] = last
 
     def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:
@@ -314,18 +324,22 @@ class PrefixCache:
         first = int(self._table.num_computed[row]) // self._sizing.block_size
         last = int(self.num_cached[row])
         for group in self._groups:
-            self.uncache_blocks(self._entries[group.index][row, first:last])
+            per_block = self._per_block[group.index]
+            self.uncache_blocks(self._entries[group.index][row, first // per_block : last // per_block])
         self.num_cached[row] = min(first, last)
 
-    def uncache(self, sequence: Sequence, num_blocks: int) -> None:
-        """The sequence's KV cannot be trusted: remove its row's `num_blocks` blocks, or all found by its hashes."""
+    def uncache(self, sequence: Sequence, tables: tuple[np.ndarray, ...]) -> None:
+        """The sequence's KV cannot be trusted: remove the blocks of its row, or all found by its hashes.
+
+        tables: of its row, if it has one, per KV group.
+        """
         if not self.enabled:
             return
         row = sequence.row
         if row >= 0:
-            self.num_cached[row] = num_blocks
+            self.num_cached[row] = max(map(len, tables))
             for group in self._groups:
-                self.uncache_blocks(self._entries[group.index][row, :num_blocks])
+                self.uncache_blocks(tables[group.index])
         else:
             hashes = self.hash_tokens(sequence).hashes
             for group in self._groups:
@@ -334,21 +348,23 @@ class PrefixCache:
                 self.remove_hashes(sequence)
 
     def uncache_blocks(self, blocks: np.ndarray) -> None:
-        """Remove `blocks` from the cache. 0 is the null block."""
-        blocks = blocks[blocks != 0]
-        self.remove(blocks.tolist())
-        self._pool.drop_content(blocks)
+        """Remove `blocks`, of any group, from the cache. 0 is the null block."""
+        for pool in self._pools:
+            of_pool = blocks[(blocks >= pool.first_id) & (blocks < pool.first_id + pool.num_blocks)]
+            self.remove(of_pool.tolist())
+            pool.drop_content(of_pool)
 
     def reset(self) -> bool:
         """Remove all content; False, and nothing done, while any block is in use."""
-        if self._pool.num_free != self._pool.num_blocks:
+        if any(pool.num_free != pool.num_blocks for pool in self._pools):
             return False
         if self._events.cache_folds:
             self._write_removed((group, one) for group, table in enumerate(self._blocks) for one in table)
         for table in (*self._blocks, *self._twins):
             table.clear()
         self._hash_of.clear()
-        self._pool.drop_all_content()
+        for pool in self._pools:
+            pool.drop_all_content()
         return True
 
     def check(self) -> None:

@@ -2,8 +2,11 @@
 `pagoda plan` ask the same functions.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,29 +24,50 @@ STATE_WINDOW = 2
 """Window of STATE: a token reads what the one before it left. A full block is a snapshot, from which hits resume."""
 
 
+_TOKENS_PER_SNAPSHOT = 512
+"""Most tokens between two snapshots of a state: so many are computed again at a hit, at most."""
+
+_ELEMENTS_PER_TOKEN = 256
+"""A smaller state is kept more often: as long as that takes no more than so many elements per token and layer."""
+
+BlockCounts: TypeAlias = tuple[int, ...]
+"""Numbers of blocks, one per pool."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """What one token keeps in one layer: K [num_heads, key_dim] and V [num_heads, value_dim].
 
-    Of a recurrent layer: its state, K alone, which a block holds once.
+    Of a recurrent layer: what a block holds once: K, in the dtype of the cache, and `state`, in float32.
     """
 
     num_heads: int = 1
     key_dim: int = 1
     value_dim: int = 1
+    state: tuple[int, ...] = ()
+
+    @property
+    def state_size(self) -> int:
+        """Elements of `state`; 0 without one."""
+        return math.prod(self.state) if self.state else 0
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of two bytes that a token keeps, or that a state has."""
+        return self.num_heads * (self.key_dim + self.value_dim) + 2 * self.state_size
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
     """Layers that share one block table.
 
-    All groups draw block ids from one pool. A block of any group holds `block_size` tokens of as many layers as the
-    largest group has (`layers_per_block`), so blocks are interchangeable: the i-th layer of each group lives in
-    the i-th KV tensor, at the block ids of its own group's table. A tensor has room for the largest shape. The states
-    of a STATE group are dealt out to the tensors in turn, one after the other in each.
+    Groups with attention draw block ids from one pool. A block of any of them holds `block_size` tokens of as many
+    layers as the largest has (`layers_per_block`), so blocks are interchangeable: the i-th layer of each group lives in
+    the i-th KV tensor, at the block ids of its own group's table. A tensor has room for the largest shape.
 
-    A block of a STATE group holds the state after the last computed token among its own. The row overwrites it until
-    the block is full; then the row goes on in the next block, and frees this one as a window of two tokens would.
+    Groups of kind STATE have a pool of their own, with blocks of their own (`block_sizes`). Such a block holds the
+    state after the last computed token among its own. The row overwrites it until the block is full; then the row goes
+    on in the next block, and frees this one as a window of two tokens would.
 
     kind: what the layers attend to.   window: tokens, for WINDOW and STATE (STATE_WINDOW); 0 otherwise.
     layers: indices of the layers that keep KV, ascending; a model's layer may have several attentions.
@@ -55,14 +79,33 @@ class KVGroupSpec:
     layers: tuple[int, ...] = (0,)
     shape: KVShape = KVShape()
 
+    @property
+    def has_states(self) -> bool:
+        return self.kind is KVGroupKind.STATE
 
-def layers_per_block(groups: tuple[KVGroupSpec, ...]) -> int:
-    """How many layers' KV one pool block carries: the size of the largest group; 0 without groups.
 
-    States do not count where others keep KV: several of them share a tensor.
+def layers_per_block(groups: Iterable[KVGroupSpec]) -> int:
+    """How many layers' KV one block carries: the size of the largest of these groups, which share a pool."""
+    return max((len(group.layers) for group in groups), default=0)
+
+
+def by_pool(groups: tuple[KVGroupSpec, ...]) -> tuple[tuple[KVGroupSpec, ...], ...]:
+    """Return the groups of each pool: those with attention, then those with states."""
+    pools = (tuple(group for group in groups if group.has_states is has_states) for has_states in (False, True))
+    return tuple(pool for pool in pools if pool) or ((),)
+
+
+def block_sizes(groups: tuple[KVGroupSpec, ...], block_size: int) -> BlockCounts:
+    """Return the tokens of a block of each group: `block_size`, and those between two snapshots of a state.
+
+    That is a multiple of `block_size`, equal for all states: the larger they are, the fewer are kept.
     """
-    num_states = max((len(group.layers) for group in groups if group.kind is KVGroupKind.STATE), default=0)
-    return max((len(group.layers) for group in groups if group.kind is not KVGroupKind.STATE), default=0) or num_states
+    elements = max((group.shape.num_elements for group in groups if group.has_states), default=1)
+    least = min(elements // _ELEMENTS_PER_TOKEN, _TOKENS_PER_SNAPSHOT)
+    of_states = block_size
+    while of_states < least:
+        of_states *= 2
+    return tuple(of_states if group.has_states else block_size for group in groups)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -72,8 +115,9 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """One KV group, with what follows from the pool's settings.
+    """One KV group, with what follows from the settings.
 
+    pool: index of the pool of its blocks.   block_size: tokens of a block.
     max_held: the most blocks that a row holds in this group (those before a sliding window are freed); 0: no limit.
     grows: whether its table grows with the sequence (all groups except cross attention).
     is_window: whether it frees blocks that no later token reads (sliding windows and states).
@@ -81,6 +125,7 @@ class KVGroup:
 
     index: int
     spec: KVGroupSpec
+    pool: int
     block_size: int
     max_held: int = 0
     grows: bool = field(init=False)
@@ -113,12 +158,23 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVSizing:
-    """What the settings imply for the number of blocks that requests need."""
+    """What the settings imply for the number of blocks that requests need.
+
+    block_size: tokens of the smallest blocks, which are hashed; those of other pools are a multiple of it.
+    block_sizes: of each pool.   shared_size: tokens after which blocks of all pools end.
+    """
 
     groups: tuple[KVGroup, ...]
-    block_size: int
+    block_sizes: BlockCounts
     max_model_len: int
     num_lookahead_slots: int
+    max_rows: int
+    block_size: int = field(init=False)
+    shared_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", min(self.block_sizes))
+        object.__setattr__(self, "shared_size", max(self.block_sizes))
 
     @classmethod
     def of(
@@ -126,35 +182,74 @@ class KVSizing:
     ) -> "KVSizing":
         # Slots that can be planned before an earlier step is complete: a window row holds their blocks as well.
         in_flight = scheduler.max_num_batched_tokens * max(scheduler.pipeline_depth, 1) + scheduler.num_lookahead_slots
+        pools = by_pool(specs)
         groups: list[KVGroup] = []
-        for index, spec in enumerate(specs):
+        for index, (spec, tokens) in enumerate(zip(specs, block_sizes(specs, block_size), strict=True)):
             max_held = 0
             if spec.window:
                 # One more, since the window need not start at a block's first slot.
-                max_held = blocks_for(min(spec.window - 1 + in_flight, max_model_len), block_size) + 1
-            groups.append(KVGroup(index, spec, block_size, max_held))
-        return cls(tuple(groups), block_size, max_model_len, scheduler.num_lookahead_slots)
+                max_held = blocks_for(min(spec.window - 1 + in_flight, max_model_len), tokens) + 1
+            pool = next(number for number, of_pool in enumerate(pools) if spec in of_pool)
+            groups.append(KVGroup(index, spec, pool, tokens, max_held))
+        sizes = {group.pool: group.block_size for group in groups} or {0: block_size}
+        of_pools = tuple(sizes[pool] for pool in sorted(sizes))
+        return cls(tuple(groups), of_pools, max_model_len, scheduler.num_lookahead_slots, scheduler.max_rows)
 
     @property
     def has_states(self) -> bool:
-        return any(group.spec.kind is KVGroupKind.STATE for group in self.groups)
+        return any(group.spec.has_states for group in self.groups)
+
+    def pool_sizes(self, num_blocks: int) -> BlockCounts:
+        """Return the blocks of each pool, if the first has `num_blocks`.
+
+        Of states, all rows find two at least, and the attention's blocks find a snapshot for every end of a block of
+        states; but they take no more memory than those blocks, unless a single sequence needs it.
+        """
+        if len(self.block_sizes) == 1 or not num_blocks:
+            return (num_blocks,) * len(self.block_sizes)
+        states = [group for group in self.groups if group.pool == 1]
+        held = sum(group.most_held(self.max_model_len) for group in states)
+        num_snapshots = num_blocks * self.block_size // self.shared_size
+        wanted = (2 * self.max_rows + num_snapshots) * len(states) + held
+        affordable = num_blocks * self._elements(0) // self._elements(1)
+        return num_blocks, min(wanted, max(affordable, held))
+
+    def _elements(self, pool: int) -> int:
+        """Elements of two bytes that a block of the pool has."""
+        groups = [group for group in self.groups if group.pool == pool]
+        num_layers = layers_per_block(group.spec for group in groups)
+        per_token = max(group.spec.shape.num_elements for group in groups) * num_layers
+        return per_token * (1 if groups[0].spec.has_states else self.block_sizes[pool])
 
     def slots_up_to(self, end: int) -> int:
         """Positions that need a slot when a row computes up to `end`: the lookahead included, within the model."""
         return min(end + self.num_lookahead_slots, self.max_model_len)
 
-    def blocks_for_request(self, num_tokens: int, encoder_len: int = 0) -> int:
-        """Most blocks that one sequence holds at once while it grows to `num_tokens` tokens, all groups together.
+    def total(self, needed: Iterable[tuple[KVGroup, int]]) -> BlockCounts:
+        """Return how many blocks of each pool these are, given for groups."""
+        counts = [0] * len(self.block_sizes)
+        for group, count in needed:
+            counts[group.pool] += count
+        return tuple(counts)
 
-        A pool with fewer can never serve it. encoder_len: encoder tokens of an encoder-decoder request.
+    def blocks_for_request(self, num_tokens: int, encoder_len: int = 0) -> BlockCounts:
+        """Most blocks of each pool that one sequence holds at once while it grows to `num_tokens` tokens.
+
+        Pools with fewer can never serve it. encoder_len: encoder tokens of an encoder-decoder request.
         """
         slots = self.slots_up_to(num_tokens)
-        return sum(
-            group.most_held(slots) if group.grows else blocks_for(encoder_len, self.block_size) for group in self.groups
+        return self.total(
+            (group, group.most_held(slots) if group.grows else blocks_for(encoder_len, group.block_size))
+            for group in self.groups
         )
 
-    def blocks_for_siblings(self, lengths: list[int], num_prompt_tokens: int) -> int:
+    def blocks_for_siblings(self, lengths: list[int], num_prompt_tokens: int) -> BlockCounts:
         """Most blocks of their own that sequences of `lengths` tokens hold, which share full prompt blocks."""
-        shared = num_prompt_tokens // self.block_size * self.block_size
+        shared = num_prompt_tokens // self.shared_size * self.shared_size
         growing = [group for group in self.groups if group.grows]
-        return sum(group.most_held(length - shared) for group in growing for length in lengths)
+        return self.total((group, group.most_held(length - shared)) for group in growing for length in lengths)
+
+
+def exceeds(needed: BlockCounts, there: BlockCounts) -> bool:
+    """Return whether more blocks of a pool are needed than there are."""
+    return any(count > most for count, most in zip(needed, there, strict=True))

@@ -276,6 +276,7 @@ class ProcessClient(ClientOutputs):
             num_deferred=0,
             num_swapped=0,
             num_free_blocks=self._stats.num_blocks,
+            num_free_states=self._stats.num_states,
             running_adapters=(),
             waiting_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
         )

@@ -34,7 +34,7 @@ def gated_rms_norm(
         wide = wide * gates
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     normed = normed * weight.float().reshape(-1, x.shape[-1])
-    return (normed if gate_first else normed * gates).to(x.dtype)
+    return (normed if gate_first else normed * gates).flatten(1).to(x.dtype)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""Mamba2: a convolution over the last few tokens and a recurrence with a matrix per head, in place of attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from pagoda.base.errors import ConfigError
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVShape
+from pagoda.layers.kv import KVDeclaration, KVPlace
+from pagoda.layers.linear import Linear
+from pagoda.layers.module import Module
+from pagoda.layers.parameter import Parameter, Part, Taps, Vector
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import RankGroup, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape:
+    """num_heads of head_dim values; num_groups of adjacent heads share their b and c, of state_size each.
+
+    num_taps: tokens that the convolution sees, itself included.   conv_bias: of the convolution.
+    bias: of the projections.   dt_min, dt_max: limits of a token's time step.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    num_taps: int
+    conv_bias: bool = True
+    bias: bool = False
+    dt_min: float = 0.0
+    dt_max: float = inf
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: the values, then b and c of all groups."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+
+class Mamba2(Module):
+    """out_proj(norm(scan(convolution(xbc)), z)), where in_proj gives z, xbc and the time steps dt.
+
+    norm_eps: of the norm, over each group.   gate_first: the norm is of the gated values (see gated_rms_norm).
+    place: of its states, the window of the convolution and the matrices of the heads; see Attention.
+    """
+
+    def __init__(self, hidden_size: int, shape: Mamba2Shape, norm_eps: float, gate_first: bool = True) -> None:
+        size = shape.inner_size + shape.conv_size + shape.num_heads
+        self.in_proj = Linear(hidden_size, (Part("in_proj", size),), shape.bias)
+        self.taps = Parameter[Tensor](Taps(shape.conv_size, shape.num_taps))
+        self.bias = Parameter[Tensor](Vector(shape.conv_size)) if shape.conv_bias else None
+        self.a_log, self.dt_bias, self.d = (
+            Parameter[Tensor](Vector(shape.num_heads, is_float32=True)) for _ in range(3)
+        )
+        self.norm = Parameter[Tensor](Vector(shape.inner_size))
+        self.out_proj = Linear(shape.inner_size, (Part("out_proj", hidden_size),), shape.bias)
+        self.shape, self.norm_eps, self.gate_first = shape, norm_eps, gate_first
+        states = (shape.num_heads, shape.state_size, shape.head_dim)
+        self.kv = KVDeclaration(
+            KVGroupKind.STATE, STATE_WINDOW, KVShape(shape.num_taps - 1, shape.conv_size, 0, states)
+        )
+        self.place = KVPlace()
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Raise ConfigError: its heads are not divided yet."""
+        if ranks.size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={ranks.size} does not go with Mamba-2 layers yet; leave it out, or take "
+                "pipeline_parallel_size"
+            )
+
+    def __call__(
+        self,
+        ops: ForwardOps,
+        x: Tensor,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv: Sequence[KVLayer],
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See Attention."""
+        shape, y = self.shape, self.in_proj(ops, x)
+        z = ops.select_heads(y, 0, 1, shape.inner_size)
+        xbc = ops.select_heads(y, shape.inner_size, 1, shape.conv_size)
+        dt = ops.select_heads(y, shape.inner_size + shape.conv_size, 1, shape.num_heads)
+        states, metadata = kv[self.place.index], batch.metadata[self.place.group]
+        bias = None if self.bias is None else self.bias.value
+        xbc = ops.short_conv(xbc, self.taps.value, bias, states, metadata, silu=True)
+        heads = self.a_log.value, self.dt_bias.value, self.d.value
+        y = ops.mamba2(xbc, dt, *heads, states, metadata, shape.dt_min, shape.dt_max)
+        y = ops.select_heads(y, 0, shape.num_groups, shape.inner_size // shape.num_groups)
+        y = ops.gated_rms_norm(y, z, self.norm.value, self.norm_eps, self.gate_first)
+        if last:
+            y, residual = (ops.select_rows(rows, batch.tail.index) for rows in (y, residual))
+        return self.out_proj(ops, y), residual

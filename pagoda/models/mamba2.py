@@ -1,0 +1,131 @@
+"""Mamba-2: recurrent layers alone, without attention and without MLPs (state-spaces, Codestral Mamba)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from math import inf
+
+from pagoda.layers.mamba2 import Mamba2, Mamba2Shape
+from pagoda.layers.rotary import Rotary
+from pagoda.models.architecture import Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_layers import LlamaLayer
+from pagoda.models.llama import Llama
+from pagoda.models.naming import Naming
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
+
+_MAX_POSITION = 1 << 17
+"""No setting says how long a sequence may be: the state of every length is as large."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config(DecoderConfig):
+    """mamba: the shape of every layer."""
+
+    mamba: Mamba2Shape
+
+
+class Mamba2Layer(LlamaLayer):
+    """A norm and a Mamba2; x is added to the residual stream by the norm that follows it."""
+
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        assert isinstance(config, Mamba2Config)
+        self.post_attention_layernorm = config.norm()
+        self.self_attn = Mamba2(config.spec.hidden_size, config.mamba, config.norm_eps)
+
+    def __call__(
+        self,
+        ops: ForwardOps,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        kv: Sequence[KVLayer],
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See LlamaLayer."""
+        x, residual = self.post_attention_layernorm.add(ops, x, residual)
+        return self.self_attn(ops, x, residual, batch, kv, last)
+
+
+def read(config: ConfigReader) -> Mamba2Config:
+    config.choice("hidden_act", ("silu", "swish"), "silu")
+    num_heads, head_dim = config.integer("num_heads", 128), config.integer("head_dim", 64)
+    hidden_size = config.integer("hidden_size", 4096)
+    if num_heads * head_dim != hidden_size * config.integer("expand", 2):
+        raise config.wrong("num_heads", "hidden_size * expand / head_dim")
+    decoder = read_decoder(
+        config.changed({"num_attention_heads": num_heads, "num_key_value_heads": num_heads}).with_defaults(
+            {
+                "head_dim": head_dim,
+                "hidden_size": hidden_size,
+                "intermediate_size": num_heads * head_dim,
+                "max_position_embeddings": _MAX_POSITION,
+                "rms_norm_eps": config.not_negative("layer_norm_epsilon", 1e-5),
+            }
+        ),
+        "mamba2",
+    )
+    shape = Mamba2Shape(
+        num_heads,
+        head_dim,
+        config.integer("state_size", 128),
+        config.integer("n_groups", 8),
+        config.integer("conv_kernel", 4, most=64),
+        config.flag("use_conv_bias", True),
+        config.flag("use_bias", False),
+        *read_limits(config),
+    )
+    if num_heads % shape.num_groups:
+        raise config.wrong("n_groups", f"a divisor of num_heads = {num_heads}")
+    changed = replace(decoder, layer=Mamba2Layer)
+    return Mamba2Config(**{field.name: getattr(changed, field.name) for field in fields(changed)}, mamba=shape)
+
+
+def read_limits(config: ConfigReader) -> tuple[float, float]:
+    """Return the least and the largest time step of a token."""
+    if not config.has("time_step_limit"):
+        return 0.0, inf
+    match config.get("time_step_limit"):
+        case [(int() | float()) as least, largest] if least >= 0:
+            if largest in _INFINITE:
+                return float(least), inf
+            if isinstance(largest, int | float) and largest > least:
+                return float(least), float(largest)
+        case _:
+            pass
+    raise config.wrong("time_step_limit", "two numbers, the second of which may be Infinity")
+
+
+_INFINITE = (inf, "inf", "Infinity", {"__float__": "Infinity"})
+"""How configurations spell it."""
+
+MIXER_NAMES = (
+    (r"\.taps$", ".conv1d.weight"),
+    (r"(\.(?:self_attn|mamba|mixer))\.bias$", r"\1.conv1d.bias"),
+    (r"\.a_log$", ".A_log"),
+    (r"(\.(?:self_attn|mamba|mixer))\.d$", r"\1.D"),
+    (r"(\.(?:self_attn|mamba|mixer))\.norm$", r"\1.norm.weight"),
+)
+"""The names of a Mamba2 in checkpoints, but for its own."""
+
+MAMBA2 = Architecture(
+    name="mamba2",
+    title="Mamba-2",
+    hf_names=("Mamba2ForCausalLM",),
+    model=Llama,
+    read=read,
+    hf=(
+        Naming(
+            substitutions=(
+                *MIXER_NAMES,
+                (r"\.self_attn\.", ".mixer."),
+                (r"\.post_attention_layernorm\.", ".norm."),
+                (r"^model\.norm\.", "model.norm_f."),
+                (r"^model\.embed_tokens\.", "model.embeddings."),
+                (r"^model\.", "backbone."),
+            )
+        ),
+    ),
+)
