@@ -12,7 +12,7 @@ from pagoda.core import events
 from pagoda.core.request import AdmitKind, Reason, RequestStatus
 from pagoda.engine.chrome_trace import ChromeTrace
 from pagoda.metrics.prometheus import REJECTION_REASONS
-from pagoda.server.dialects.openai import Timings
+from pagoda.server.dialects.openai.answers import Timings
 from pagoda.server.event_words import in_timeline, in_words
 from pagoda.server.prefix_misses import PrefixMiss
 from pagoda.server.seen_requests import OtherRequests, RequestList, RequestTimeline, TimelineEntry

@@ -23,7 +23,12 @@ from pagoda.process.allocator import keep_objects
 from pagoda.server import discovery, embeddings, errors, live, operations, scores, tokens, transcription
 from pagoda.server.batches import files, routes
 from pagoda.server.batches.worker import BatchWorker
-from pagoda.server.dialects import chat, completions, infill, messages, ollama, ollama_models, ollama_names
+from pagoda.server.dialects import infill
+from pagoda.server.dialects.messages import dialect as messages
+from pagoda.server.dialects.ollama import dialect as ollama
+from pagoda.server.dialects.ollama import models as ollama_models
+from pagoda.server.dialects.ollama import names as ollama_names
+from pagoda.server.dialects.openai import chat, completions
 from pagoda.server.errors import RETRY_AFTER_S, ApiError, ErrorForm, error_body
 from pagoda.server.middleware import AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES

@@ -14,7 +14,7 @@ from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
 from pagoda.metrics.prometheus import write_metrics
 from pagoda.server.body import Body, Flag
-from pagoda.server.dialects.messages import is_client, model_card, model_list
+from pagoda.server.dialects.messages.dialect import is_client, model_card, model_list
 from pagoda.server.discovery import ModelCard, ModelList, card_of
 from pagoda.server.errors import RETRY_AFTER_S, ApiError, error_response
 from pagoda.server.request_state import request_state

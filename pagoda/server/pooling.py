@@ -20,7 +20,7 @@ from pagoda.engine.inputs.pooling_inputs import check_pooling
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.results import vector_of
 from pagoda.server.body import ModelBody, Priority, RequestId
-from pagoda.server.dialects.openai import PromptTokensDetails
+from pagoda.server.dialects.openai.answers import PromptTokensDetails
 from pagoda.server.generation import Generation
 from pagoda.server.remote_admission import AnyPlace
 from pagoda.server.request_starter import RawPrompts

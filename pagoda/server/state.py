@@ -23,7 +23,7 @@ from pagoda.loading.model_config import read_images, summarize_weights
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.body import Body
 from pagoda.server.body_reader import BodyReader
-from pagoda.server.dialects.openai_body import SamplingBody
+from pagoda.server.dialects.openai.body import SamplingBody
 from pagoda.server.errors import ApiError
 from pagoda.server.history import History
 from pagoda.server.live_ids import LiveIds

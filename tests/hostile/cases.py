@@ -14,7 +14,7 @@ import msgspec
 
 from pagoda.server.app import ENDPOINTS
 from pagoda.server.body import Body
-from pagoda.server.dialects.ollama_bodies import OllamaOptions
+from pagoda.server.dialects.ollama.bodies import OllamaOptions
 from tests.server.turn_apis import BODIES, MODEL, Turn, asked
 
 MB = 2**20

@@ -96,7 +96,7 @@ def test_all_python_processes_start_with_a_safe_path() -> None:
         "pagoda.engine.clients.engine_link",  # CHILDREN
         "pagoda.executors.multi_process",
         "pagoda.server.api_group",
-        "pagoda.server.dialects.ollama_names",  # the command
+        "pagoda.server.dialects.ollama.names",  # the command
         "pagoda.loading.fetch_wheel",  # pip
         "pagoda.cli.bench.startup",  # the command
     }

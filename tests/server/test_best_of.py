@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
-from pagoda.server.dialects.completions import best_of
+from pagoda.server.dialects.openai.completions import best_of
 from pagoda.server.turn import Piece
 from tests.server.live import LiveServer
 

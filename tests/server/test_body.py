@@ -23,8 +23,8 @@ from pagoda.server import body_reader
 from pagoda.server.app import ENDPOINTS
 from pagoda.server.body import Body, words_of
 from pagoda.server.body_reader import BodyReader, parse_body
-from pagoda.server.dialects.chat import ChatCompletionRequest
-from pagoda.server.dialects.completions import CompletionRequest
+from pagoda.server.dialects.openai.chat import ChatCompletionRequest
+from pagoda.server.dialects.openai.completions import CompletionRequest
 from pagoda.server.embeddings import EmbeddingRequest
 from pagoda.server.operations import AbortRequest
 from pagoda.server.request_state import RequestState

@@ -12,8 +12,8 @@ import pytest
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerConfig
-from pagoda.server.dialects import chat
-from pagoda.server.dialects.chat import ChatCompletionRequest
+from pagoda.server.dialects.openai import chat
+from pagoda.server.dialects.openai.chat import ChatCompletionRequest
 from pagoda.server.render import Rendered
 from pagoda.server.respond import RunningTurn
 

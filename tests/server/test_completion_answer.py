@@ -13,7 +13,7 @@ import numpy as np
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerConfig
-from pagoda.server.dialects.completions import COMPLETIONS, CompletionRequest, completion_logprobs
+from pagoda.server.dialects.openai.completions import COMPLETIONS, CompletionRequest, completion_logprobs
 from pagoda.server.render import Rendered
 from pagoda.server.respond import RunningTurn
 

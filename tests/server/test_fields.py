@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
-from pagoda.server.dialects.chat import ChatCompletionRequest
-from pagoda.server.dialects.completions import CompletionRequest
-from pagoda.server.dialects.openai_body import CHAT_ONLY, TEXT_ONLY, UNSERVED
+from pagoda.server.dialects.openai.body import CHAT_ONLY, TEXT_ONLY, UNSERVED
+from pagoda.server.dialects.openai.chat import ChatCompletionRequest
+from pagoda.server.dialects.openai.completions import CompletionRequest
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 from tests.server.test_tools import HERMES, TOOLS
 

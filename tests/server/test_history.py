@@ -10,8 +10,8 @@ import msgspec
 import openai
 import pytest
 
-from pagoda.server.dialects.cache_diagnosis import digest
-from pagoda.server.dialects.messages_bodies import InputMessage, ToolParam
+from pagoda.server.dialects.messages.bodies import InputMessage, ToolParam
+from pagoda.server.dialects.messages.cache_diagnosis import digest
 from tests.engine.inputs.test_sampled_messages import TEMPLATE
 from tests.server.live import LiveServer
 from tests.server.test_tools import TOOLS, scripted_server

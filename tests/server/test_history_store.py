@@ -24,7 +24,7 @@ from pagoda.engine.answers.same_message import MessageForm
 from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage, packed, unpacked
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
-from pagoda.server.dialects.cache_diagnosis import CacheMissReason, Diagnosis, Diagnostics, Fingerprint
+from pagoda.server.dialects.messages.cache_diagnosis import CacheMissReason, Diagnosis, Diagnostics, Fingerprint
 from pagoda.server.history import History, SampledTurn, key_of_note
 from pagoda.server.history_store import HistoryStore
 from pagoda.server.request_state import Caller, RequestState

@@ -16,11 +16,11 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import Body
-from pagoda.server.dialects.messages_bodies import Conversion, MessagesRequest
-from pagoda.server.dialects.ollama_bodies import OllamaMessage, template_messages
-from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
-from pagoda.server.dialects.responses_input import conversation_of
-from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice, ResponsesTools, chosen
+from pagoda.server.dialects.messages.bodies import Conversion, MessagesRequest
+from pagoda.server.dialects.ollama.bodies import OllamaMessage, template_messages
+from pagoda.server.dialects.responses.bodies import InputItem, ResponsesRequest
+from pagoda.server.dialects.responses.input import conversation_of
+from pagoda.server.dialects.responses.tools import ResponsesTool, ResponsesToolChoice, ResponsesTools, chosen
 from tests.server.turn_apis import BODIES, Turn, asked
 
 LIMITS = RequestLimits()

@@ -10,8 +10,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits, describe_limits
 from pagoda.server.body import Body
 from pagoda.server.body_reader import parse_body
-from pagoda.server.dialects.chat import ChatCompletionRequest
-from pagoda.server.dialects.completions import CompletionRequest
+from pagoda.server.dialects.openai.chat import ChatCompletionRequest
+from pagoda.server.dialects.openai.completions import CompletionRequest
 from pagoda.server.embeddings import EmbeddingRequest
 from pagoda.server.scores import RerankRequest
 from pagoda.server.tokens import TokenizeRequest

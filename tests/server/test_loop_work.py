@@ -23,8 +23,10 @@ from pagoda.core.request import Request
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.server import pooling, respond, scores, sending
 from pagoda.server.app import _INVOKED, ENDPOINTS
-from pagoda.server.dialects import ollama, response_events, responses
-from pagoda.server.dialects.openai import PromptTokensDetails
+from pagoda.server.dialects.ollama import dialect as ollama
+from pagoda.server.dialects.openai.answers import PromptTokensDetails
+from pagoda.server.dialects.responses import dialect as responses
+from pagoda.server.dialects.responses import events as response_events
 from pagoda.server.pooling import Pooled, PoolingUsage
 from pagoda.server.render import Rendered
 from pagoda.server.routing import Endpoint

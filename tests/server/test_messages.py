@@ -20,8 +20,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.text import encodable_json
 from pagoda.server.body_reader import parse_body
-from pagoda.server.dialects.messages import MessagesDialect, MessageWriter
-from pagoda.server.dialects.messages_bodies import CountTokensRequest, MessagesRequest, conversation_of
+from pagoda.server.dialects.messages.bodies import CountTokensRequest, MessagesRequest, conversation_of
+from pagoda.server.dialects.messages.dialect import MessagesDialect, MessageWriter
 from pagoda.server.errors import ApiError
 from pagoda.server.request_state import RequestState
 from pagoda.server.sending import EventStream

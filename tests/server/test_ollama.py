@@ -18,8 +18,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.server.body_reader import parse_body, unknown_fields
-from pagoda.server.dialects.ollama import LINES, OllamaWriter, model_name
-from pagoda.server.dialects.ollama_bodies import OllamaChatRequest, OllamaGenerateRequest, template_messages
+from pagoda.server.dialects.ollama.bodies import OllamaChatRequest, OllamaGenerateRequest, template_messages
+from pagoda.server.dialects.ollama.dialect import LINES, OllamaWriter, model_name
 from pagoda.server.errors import ApiError
 from pagoda.server.request_state import RequestState
 from pagoda.server.sending import EventStream

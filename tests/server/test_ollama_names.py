@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from pagoda.base.server_config import ServerConfig
-from pagoda.server.dialects import ollama_names
+from pagoda.server.dialects.ollama import names as ollama_names
 from pagoda.server.errors import ApiError
 from pagoda.server.served_adapters import AdapterChange, LoRAModule
 from pagoda.server.shared import Shared

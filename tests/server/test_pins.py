@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.core.request import Pin, Request
-from pagoda.server.dialects.messages_bodies import MessagesRequest, cache_ttl_s
+from pagoda.server.dialects.messages.bodies import MessagesRequest, cache_ttl_s
 from tests.server.in_process import EndingClient, served
 
 TEXT = {"model": "m", "prompt": "Hello", "max_tokens": 1}

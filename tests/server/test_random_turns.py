@@ -16,10 +16,10 @@ from msgspec import UNSET
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.server.body_reader import parse_body
-from pagoda.server.dialects.chat import CHAT
-from pagoda.server.dialects.completions import COMPLETIONS
-from pagoda.server.dialects.ollama import CHAT as OLLAMA_CHAT
-from pagoda.server.dialects.ollama import GENERATE
+from pagoda.server.dialects.ollama.dialect import CHAT as OLLAMA_CHAT
+from pagoda.server.dialects.ollama.dialect import GENERATE
+from pagoda.server.dialects.openai.chat import CHAT
+from pagoda.server.dialects.openai.completions import COMPLETIONS
 from tests.server.random_turns import Events, random_text, random_turn, turn_of
 from tests.server.turn_apis import BODIES, Turn, asked, events_of
 

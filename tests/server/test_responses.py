@@ -18,10 +18,10 @@ from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body_reader import parse_body
 from pagoda.server.conversation import Conversation
-from pagoda.server.dialects import responses_input
-from pagoda.server.dialects.responses import ResponsesDialect
-from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
-from pagoda.server.dialects.responses_tools import CustomInput, ResponsesTools
+from pagoda.server.dialects.responses import input as responses_input
+from pagoda.server.dialects.responses.bodies import InputItem, ResponsesRequest
+from pagoda.server.dialects.responses.dialect import ResponsesDialect
+from pagoda.server.dialects.responses.tools import CustomInput, ResponsesTools
 from pagoda.server.errors import ApiError
 from pagoda.server.turn import Piece, ReasoningDelta, TextDelta
 from tests.server.live import LiveServer

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from starlette.types import Message
 
-from pagoda.server.dialects.completions import CompletionChoice, CompletionResponse
-from pagoda.server.dialects.openai import PromptTokensDetails, Usage
+from pagoda.server.dialects.openai.answers import PromptTokensDetails, Usage
+from pagoda.server.dialects.openai.completions import CompletionChoice, CompletionResponse
 from pagoda.server.request_state import RequestState
 from pagoda.server.sending import DONE, EventStream, json_response, run_sized
 

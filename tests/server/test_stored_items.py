@@ -10,7 +10,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import Body
 from pagoda.server.body_reader import parse_body
-from pagoda.server.dialects.responses_bodies import ResponsesRequest
+from pagoda.server.dialects.responses.bodies import ResponsesRequest
 from pagoda.server.errors import ApiError
 from pagoda.server.stored import service
 from pagoda.server.stored.conversations import ConversationRequest, ItemsRequest

@@ -19,8 +19,8 @@ from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.server.body_reader import parse_body
-from pagoda.server.dialects.responses import ResponsesDialect
-from pagoda.server.dialects.responses_bodies import ResponsesRequest
+from pagoda.server.dialects.responses.bodies import ResponsesRequest
+from pagoda.server.dialects.responses.dialect import ResponsesDialect
 from pagoda.server.request_state import RequestState
 from pagoda.server.sending import EventStream
 from pagoda.server.stored.run import StoredTurn

@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.answers.tool_parsers import TOOL_PARSERS
-from pagoda.server.dialects.chat import ChatCompletionRequest
+from pagoda.server.dialects.openai.chat import ChatCompletionRequest
 from pagoda.server.tool_choice import ToolUse
 from tests.server.live import LiveServer
 from tests.server.test_tools import HERMES, LLAMA

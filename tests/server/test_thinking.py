@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from pagoda.server.dialects.messages_bodies import MessagesRequest
+from pagoda.server.dialects.messages.bodies import MessagesRequest
 from pagoda.server.thinking import EFFORT_BUDGETS, Thinking
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 from tests.server.test_tools import TOOLS

@@ -14,7 +14,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.infill import Infill
 from pagoda.engine.inputs.prompts import InfillPrompt
 from pagoda.server.body import Body, Flag, Int32, ModelBody, OrDefault, Seed
-from pagoda.server.dialects.openai import Timings, timings_of
+from pagoda.server.dialects.openai.answers import Timings, timings_of
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.sending import OPENAI_FRAMING, Framing, event

@@ -14,8 +14,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import Body
 from pagoda.server.body_reader import run_for_body
-from pagoda.server.dialects.responses_bodies import MAX_ADDED, InputItem
-from pagoda.server.dialects.responses_input import check_items
+from pagoda.server.dialects.responses.bodies import MAX_ADDED, InputItem
+from pagoda.server.dialects.responses.input import check_items
 from pagoda.server.listing import page_asked
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response

@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from pagoda.base.errors import RequestError
 from pagoda.server.body_reader import run_for_body
-from pagoda.server.dialects.response_events import TOO_LONG, ResponseAnswer, ResponseEvent, error_code
-from pagoda.server.dialects.responses import ResponsesDialect, response_error
-from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
-from pagoda.server.dialects.responses_input import conversation_of
-from pagoda.server.dialects.responses_tools import ResponsesTools
+from pagoda.server.dialects.responses.bodies import InputItem, ResponsesRequest
+from pagoda.server.dialects.responses.dialect import ResponsesDialect, response_error
+from pagoda.server.dialects.responses.events import TOO_LONG, ResponseAnswer, ResponseEvent, error_code
+from pagoda.server.dialects.responses.input import conversation_of
+from pagoda.server.dialects.responses.tools import ResponsesTools
 from pagoda.server.errors import ApiError, as_api_error
 from pagoda.server.listing import page_asked
 from pagoda.server.render import count_prompt_tokens

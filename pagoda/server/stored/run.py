@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.engine.clients.calls import AnyCalls
-from pagoda.server.dialects.response_events import OutputItem, ResponseWriter
+from pagoda.server.dialects.responses.events import OutputItem, ResponseWriter
 from pagoda.server.errors import as_api_error, shortened
 from pagoda.server.request_state import RequestState
 from pagoda.server.respond import RunningTurn

@@ -16,7 +16,7 @@ from pagoda.engine.images.source import take_images
 from pagoda.engine.inputs.prompt_embeds import take_embeds
 from pagoda.server.body import Body, Flag, NumTop, OrDefault, TokenCount, one_of
 from pagoda.server.conversation import Conversation, Messages, Tools, check_chat, check_named
-from pagoda.server.dialects.openai import (
+from pagoda.server.dialects.openai.answers import (
     ChunkedAnswer,
     LogprobDicts,
     PromptLogprobs,
@@ -28,7 +28,7 @@ from pagoda.server.dialects.openai import (
     token_text,
     turn_request,
 )
-from pagoda.server.dialects.openai_body import TEXT_ONLY, SamplingBody, unserved_with
+from pagoda.server.dialects.openai.body import TEXT_ONLY, SamplingBody, unserved_with
 from pagoda.server.errors import ApiError
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router

@@ -18,14 +18,14 @@ from starlette.types import Scope
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import encodable_json
 from pagoda.server.body_reader import run_for_body
-from pagoda.server.dialects.cache_diagnosis import Diagnosis, Diagnostics, Fingerprint, digest
-from pagoda.server.dialects.messages_bodies import (
+from pagoda.server.dialects.messages.bodies import (
     CountTokensRequest,
     MessagesRequest,
     cache_ttl_s,
     conversation_of,
     system_text,
 )
+from pagoda.server.dialects.messages.cache_diagnosis import Diagnosis, Diagnostics, Fingerprint, digest
 from pagoda.server.errors import ApiError, error_type
 from pagoda.server.render import count_prompt_tokens
 from pagoda.server.respond import respond_to

@@ -15,7 +15,7 @@ from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.body import Flag, NumLogprobs, OutputCount, PromptOnlyCount, TokenId, as_list, check_alike
 from pagoda.server.dialects.infill import end_ids
-from pagoda.server.dialects.openai import (
+from pagoda.server.dialects.openai.answers import (
     ChunkedAnswer,
     LogprobDicts,
     PromptLogprobs,
@@ -28,7 +28,7 @@ from pagoda.server.dialects.openai import (
     token_text,
     turn_request,
 )
-from pagoda.server.dialects.openai_body import CHAT_ONLY, SamplingBody, unserved_with
+from pagoda.server.dialects.openai.body import CHAT_ONLY, SamplingBody, unserved_with
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.served_model import ServedModel

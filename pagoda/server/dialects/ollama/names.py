@@ -24,7 +24,15 @@ from pagoda.loading.download_progress import DownloadProgress
 from pagoda.loading.known_names import full_name, proposals
 from pagoda.process.child_process import module_command
 from pagoda.server.body import Body, Flag
-from pagoda.server.dialects.ollama import LATEST, LINES, OllamaError, OllamaWriter, line, model_name, ollama_error
+from pagoda.server.dialects.ollama.dialect import (
+    LATEST,
+    LINES,
+    OllamaError,
+    OllamaWriter,
+    line,
+    model_name,
+    ollama_error,
+)
 from pagoda.server.errors import ApiError
 from pagoda.server.routing import Router
 from pagoda.server.sending import EventStream, cancel_on_disconnect, json_response

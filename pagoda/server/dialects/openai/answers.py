@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from pagoda.base.outputs import Logprob
-from pagoda.server.dialects.openai_body import SamplingBody, cache_ttl_s
+from pagoda.server.dialects.openai.body import SamplingBody, cache_ttl_s
 from pagoda.server.generation import Generation, RequestFigures, as_ms
 from pagoda.server.sending import OPENAI_FRAMING, event
 from pagoda.server.state import ServerState

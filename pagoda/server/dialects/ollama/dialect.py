@@ -19,7 +19,7 @@ from pagoda.base.text import encodable_json
 from pagoda.engine.answers.reasoning import reasoning_of
 from pagoda.engine.inputs.infill import Infill
 from pagoda.server.dialects.infill import end_ids
-from pagoda.server.dialects.ollama_bodies import (
+from pagoda.server.dialects.ollama.bodies import (
     OllamaBody,
     OllamaCall,
     OllamaCalledFunction,

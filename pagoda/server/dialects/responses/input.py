@@ -7,8 +7,8 @@ from typing import Any
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.conversation import Conversation, check_chat
-from pagoda.server.dialects.responses_bodies import InputItem, InputPart, ResponsesRequest, check_ids
-from pagoda.server.dialects.responses_tools import ResponsesTools, arguments_of, chosen
+from pagoda.server.dialects.responses.bodies import InputItem, InputPart, ResponsesRequest, check_ids
+from pagoda.server.dialects.responses.tools import ResponsesTools, arguments_of, chosen
 from pagoda.server.dialects.transcript import Transcript
 from pagoda.server.errors import ApiError
 from pagoda.server.thinking import Thinking

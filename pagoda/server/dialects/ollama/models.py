@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import ModelBody
-from pagoda.server.dialects.ollama import OllamaError, model_name, ollama_error, timestamp
-from pagoda.server.dialects.ollama_bodies import OllamaOptions
+from pagoda.server.dialects.ollama.bodies import OllamaOptions
+from pagoda.server.dialects.ollama.dialect import OllamaError, model_name, ollama_error, timestamp
 from pagoda.server.discovery import capabilities_of
 from pagoda.server.embeddings import Count, EmbeddingRequest, embed
 from pagoda.server.routing import Router

@@ -12,8 +12,8 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
-from pagoda.server.dialects.chat import ChatLogprob, chat_logprobs
-from pagoda.server.dialects.responses_tools import CallerTool, CustomInput
+from pagoda.server.dialects.openai.chat import ChatLogprob, chat_logprobs
+from pagoda.server.dialects.responses.tools import CallerTool, CustomInput
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.sending import Framing, event

@@ -9,8 +9,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, ModelBody, Seed, TokenCount, UnservedField, one_of
-from pagoda.server.dialects.openai_body import CacheRetention
-from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice, is_hosted
+from pagoda.server.dialects.openai.body import CacheRetention
+from pagoda.server.dialects.responses.tools import ResponsesTool, ResponsesToolChoice, is_hosted
 
 
 class InputPart(Struct, frozen=True):

@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses, as agents such as Codex use them.
 
-`conversation_of` (responses_input.py) makes the conversation of a body and of items from earlier turns, and
-`ResponseWriter` (response_events.py) events and the answer of what is generated, apart from HTTP. A store of responses
+`conversation_of` (input.py) makes the conversation of a body and of items from earlier turns, and
+`ResponseWriter` (events.py) events and the answer of what is generated, apart from HTTP. A store of responses
 goes around the two: it gives `ResponsesDialect` the earlier items, and keeps the events and the answer.
 """
 
@@ -16,17 +16,17 @@ from starlette.responses import Response
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.conversation import check_chat
-from pagoda.server.dialects.openai_body import cache_ttl_s
-from pagoda.server.dialects.response_events import (
+from pagoda.server.dialects.openai.body import cache_ttl_s
+from pagoda.server.dialects.responses.bodies import InputItem, ReasoningParam, ResponsesRequest, TextParam
+from pagoda.server.dialects.responses.events import (
     ResponseAnswer,
     ResponseConversation,
     ResponseReasoning,
     ResponseWriter,
     error_code,
 )
-from pagoda.server.dialects.responses_bodies import InputItem, ReasoningParam, ResponsesRequest, TextParam
-from pagoda.server.dialects.responses_input import conversation_of
-from pagoda.server.dialects.responses_tools import ResponsesToolChoice, ResponsesTools
+from pagoda.server.dialects.responses.input import conversation_of
+from pagoda.server.dialects.responses.tools import ResponsesToolChoice, ResponsesTools
 from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, error_type
 from pagoda.server.sending import EventStream
 from pagoda.server.served_model import ServedModel
