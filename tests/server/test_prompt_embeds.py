@@ -241,3 +241,6 @@ def test_requests_outlive_a_killed_engine_and_end_when_aborted(tmp_path: Path) -
         last.join()
         assert {choice["finish_reason"] for choice in aborted[0][1]["choices"]} == {"abort"}
         server.wait_idle()
+        pooled = [server.post("/v1/embeddings", body) for body in ({"input": ids}, bodies["parts"])]
+        assert [status for status, _ in pooled] == [200, 200], pooled
+        assert pooled[0][1]["data"] == pooled[1][1]["data"]
