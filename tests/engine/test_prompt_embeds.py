@@ -299,7 +299,7 @@ def test_parts_are_refused_by_name(llm: LLM, model: Path, table: torch.Tensor, o
             llm.chat(as_parts(one, data), GREEDY, **options)  # type: ignore[arg-type]
         assert caught.value.param == "messages[1].content[2]"
     for template, count in (("none", 0), ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", 2)):
-        with pytest.raises(RequestError, match=f"the chat template writes this part {count} times"):
+        with pytest.raises(RequestError, match=f"the chat template writes it {count} times"):
             llm.chat(as_parts(one, one), GREEDY, chat_template=template)
     with pytest.raises(RequestError, match="context length is 128 tokens"):
         llm.chat(as_parts(one, torch.zeros(99, 192)), GREEDY, **options)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
@@ -217,13 +217,14 @@ class ChatPrompts:
 
         Raises RequestError if there can be none, or if it has not each of them once.
         """
-        for part in embeds:
-            check_embeds_are_on(self._limits.embeds_size, part.name)
-            before, *after = text.split(part.mark)
-            if len(after) != 1:
-                raise RequestError(f"{part.name}: the chat template writes this part {len(after)} times", part.name)
-            text = before + after[0]
-        return text
+        if not embeds:
+            return text
+        check_embeds_are_on(self._limits.embeds_size, embeds[0].name)
+        counts = Counter(map(int, self._marks.any_numbered.findall(text)))
+        for number, part in enumerate(embeds):
+            if counts[number] != 1:
+                raise RequestError(f"{part.name}: the chat template writes it {counts[number]} times", part.name)
+        return self._marks.any_numbered.sub("", text)
 
     def _put_embeds(
         self, text: str, slots: Sequence[Sequence[int]], parts: Sequence[EmbedsPart]
@@ -232,13 +233,18 @@ class ChatPrompts:
 
         slots: those that the text has already. Raises RequestError for embeddings that cannot be read.
         """
-        slot, following, size = self._marks.slot, iter(slots), self._limits.embeds_size
-        read = {part.mark: read_embeds(part.given, size, part.name) for part in parts}
-        places = re.compile("|".join(map(re.escape, (slot, *read))))
-        in_order = places.findall(text)
-        filled = [[_NO_TOKEN] * len(read[mark]) if mark in read else next(following) for mark in in_order]
-        values = np.concatenate([read[mark] for mark in in_order if mark in read])
-        return places.sub(lambda _: slot, text), filled, values
+        slot, following, numbered = self._marks.slot, iter(slots), self._marks.any_numbered
+        read = [read_embeds(part.given, self._limits.embeds_size, part.name) for part in parts]
+        filled: list[Sequence[int]] = []
+        values: list[np.ndarray] = []
+        pieces = numbered.split(text)  # a text, a number, a text, ...
+        for at, piece in enumerate(pieces):
+            if at % 2:
+                values.append(read[int(piece)])
+                filled.append([_NO_TOKEN] * len(values[-1]))
+            else:
+                filled += [next(following) for _ in range(piece.count(slot))]
+        return slot.join(pieces[::2]), filled, np.concatenate(values)
 
     def _media_of(self, written: WrittenChat, token_ids: Sequence[int]) -> tuple[MediaItem, ...]:
         return () if written.images is None else written.images.media_of(token_ids, written.features)

@@ -47,10 +47,9 @@ class _TorchTensor(Protocol):
 class EmbedsPart:
     """A part of a message that is given as embeddings.
 
-    mark: in its place in the rendered conversation.   name: what errors call it.   given: as `read_embeds` takes it.
+    name: what errors call it.   given: as `read_embeds` takes it.
     """
 
-    mark: str
     name: str
     given: object
 
@@ -69,8 +68,8 @@ def take_embeds(messages: Sequence[Any], mark: Callable[[int], str] = str) -> tu
             return part
         if (data := part.get("data")) is None:
             raise RequestError(f"{where}: the part has no data; send a tensor as base64: data", where)
-        found.append(EmbedsPart(mark(len(found)), where, data))
-        return {"type": "text", "text": found[-1].mark}
+        found.append(EmbedsPart(where, data))
+        return {"type": "text", "text": mark(len(found) - 1)}
 
     changed = map_parts(messages, without_embeds)
     return (changed, found) if found else (messages, found)

@@ -26,6 +26,8 @@ class SpecialMarks:
         self._text_of = {mark: text for text, mark in self._mark_of.items()}
         self._any_mark = re.compile(f"{_OPEN}{nonce}[0-9a-f]+{_CLOSE}")
         self._nonce = nonce
+        self.any_numbered = re.compile(f"{_OPEN}{nonce}n([0-9]+)x{_CLOSE}")
+        """Finds what `numbered` returns, and its number."""
         self.slot = self.new_mark()
         """Stands for tokens that are known already: see `MarkedEncoder.encode`."""
 
