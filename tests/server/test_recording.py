@@ -123,3 +123,17 @@ def test_a_token_that_differs_is_named(files: list[Path], tmp_path: Path) -> Non
     assert found.token is not None
     assert found.token.step == line["step"]
     assert found.token.got == line["result"]["sampled"][at][0] - 1 == found.token.expected - 1  # type: ignore[operator]
+
+
+def test_a_token_that_could_continue_a_beam_and_differs_is_named(files: list[Path], tmp_path: Path) -> None:
+    lines = next(found for path in files if "beams" in seen_in(found := read_recording(path)[0]))
+    if not lines[0]["with_tokens"]:
+        pytest.skip("made-up tokens are not compared")
+    number, line = next((n, one) for n, one in enumerate(lines) if (one.get("result") or {}).get("beams"))
+    candidates = line["result"]["beams"][0][1]
+    candidates[1] += 1
+    (tmp_path / "changed").write_text("".join(json.dumps(one) + "\n" for one in lines[: number + 1]))
+    found = replay(tmp_path / "changed", None, Selection(), start_model=start_recorded_model)
+    assert found.token is not None
+    assert (found.token.step, found.token.expected) == (line["step"], candidates[1])
+    assert found.token.got == candidates[1] - 1

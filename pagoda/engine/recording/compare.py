@@ -64,7 +64,6 @@ class StepComparison:
         self._times: dict[str, list[tuple[float, float]]] = {}
         self._futures: dict[int, Future[ModelRunnerOutput]] = {}
         self._rows: dict[int, tuple[str, int, int]] = {}  # request, sequence, number of its prompt's tokens
-        self._beams: set[str] = set()
         self._prepared: set[object] = set()
 
     def submit(self, output: SchedulerOutput) -> None:
@@ -75,8 +74,6 @@ class StepComparison:
             if init.media or init.prompt_embeds is not None:
                 raise ConfigError(f"{init.request_id} has images, sounds or embeddings, which are not recorded")
             self._rows[init.row] = (init.request_id, init.sequence, init.num_prompt_tokens)
-            if init.sampling is not None and init.sampling.beam_search is not None:
-                self._beams.add(init.request_id)
         for fork in output.forks:
             label, _, num_prompt = self._rows[fork.src]
             self._rows[fork.dst] = (label, fork.sequence, num_prompt)
@@ -123,7 +120,7 @@ class StepComparison:
             return
         self._compare_times(output, recorded["duration_s"], result.duration_s)
         if self._with_tokens:
-            self._compare_tokens(output, result, recorded["sampled"])
+            self._compare_tokens(output, result, recorded)
 
     def _compare_times(self, output: SchedulerOutput, recorded_s: float, replayed_s: float) -> None:
         num_drafts = [len(output.drafts.get(row, ())) for row in output.rows.tolist()]
@@ -133,20 +130,27 @@ class StepComparison:
         if self.slow is None and max(recorded_s, replayed_s) > self._factor * min(recorded_s, replayed_s):
             self.slow = SlowStep(output.step, kind, recorded_s, replayed_s)
 
-    def _compare_tokens(self, output: SchedulerOutput, result: ModelRunnerOutput, recorded: list[list[int]]) -> None:
+    def _compare_tokens(self, output: SchedulerOutput, result: ModelRunnerOutput, recorded: Line) -> None:
+        """Of a beam, the tokens are compared that could continue it, the most likely first."""
         ends = (output.start + output.num_new)[output.sample_index].tolist()
         counts, samples = result.num_sampled.tolist(), result.sampled.tolist()
+        first = np.cumsum(result.num_sampled) - result.num_sampled  # entries of the log-probabilities
         sources = output.rows[output.sample_index].tolist()
+        beams = {number: candidates for number, candidates, _ in recorded["beams"] or ()}
         for number, row in enumerate(output.sample_rows.tolist()):
             label, sequence, num_prompt = self._rows[row]
-            expected, got = recorded[number], samples[number][: counts[number]]
-            if label in self._beams or -1 in expected or not self._selection.has_request(label):
+            expected, got = recorded["sampled"][number], samples[number][: counts[number]]
+            if number in beams and result.logprobs is not None:
+                expected = beams[number]
+                got = result.logprobs.token_ids[first[number], 1 : 1 + len(expected)].tolist()
+            if -1 in expected or not self._selection.has_request(label):
                 continue
             self.num_tokens += len(expected)
             if self.token is None and expected != got:
                 same = next((n for n, pair in enumerate(zip(expected, got, strict=False)) if len({*pair}) > 1), None)
                 at = min(len(expected), len(got)) if same is None else same
-                place = ends[number] - len(output.drafts.get(sources[number], ())) - num_prompt + at
+                place = ends[number] - len(output.drafts.get(sources[number], ())) - num_prompt
+                place += 0 if number in beams else at
                 pair = (one[at] if at < len(one) else None for one in (expected, got))
                 self.token = TokenDifference(output.step, label, sequence, place, *pair)
 

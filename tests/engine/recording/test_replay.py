@@ -14,7 +14,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.main import make_app
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.request import Request
+from pagoda.core.request import MediaItem, PromptEmbeds, Request
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.engine.recording.files import NUM_FILES, RecordingFiles
 from pagoda.engine.recording.format import RecordedSettings, read_recording
@@ -252,6 +252,24 @@ def test_an_engine_goes_on_with_the_same_tokens_when_a_full_file_is_followed_by_
     files = [path for path in tmp_path.iterdir() if path.name.startswith("20000")]
     assert len(files) == NUM_FILES
     assert [replay(path).difference for path in files] == [None] * NUM_FILES
+
+
+@pytest.mark.parametrize("given", ["media", "embeddings"])
+def test_what_is_not_in_the_file_is_not_computed_and_the_request_is_named(tmp_path: Path, given: str) -> None:
+    options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=8, encoder_budget=6, encoder_cache_tokens=9)
+    traffic = Traffic(Setting(options, CacheConfig(block_size=4)))
+    record_traffic(traffic, tmp_path / "run")
+    embeds = PromptEmbeds.of_first(np.zeros((2, 1), np.float32)) if given == "embeddings" else None
+    media = (MediaItem("a", 1, 2),) if given == "media" else ()
+    traffic.add(make_request(1, [1, 2, 3], SamplingParams(max_tokens=1)))
+    traffic.drain()
+    traffic.add(make_request(2, [1, 2, 3], SamplingParams(max_tokens=1), media=media, prompt_embeds=embeds))
+    traffic.drain()
+    executor = FakeExecutor(2, 65, 4, vocab_size=7)
+    executor.start()
+    executor.set_pools(16, 0)
+    with pytest.raises(ConfigError, match="r2 has images, sounds or embeddings, which are not recorded"):
+        replay(tmp_path / "run", start_model=lambda settings, engine: (executor, 7))
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
