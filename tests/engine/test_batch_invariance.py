@@ -7,6 +7,7 @@ blocks, on one and two threads, greedy and seeded (docs/reference/scheduler-cont
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import byref
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,10 @@ from pagoda.base.config import ParallelConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.request import LoraRef, PromptEmbeds
+from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.native.abi import Shared
+from pagoda.kernels.native.arguments import fill_group
+from pagoda.kernels.native.library import load as native_library
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import cached_model
 from tests.device_under_test import DeviceUnderTest
@@ -271,6 +276,30 @@ def test_schedules_of_other_poolings(llama: Path, kind: str) -> None:
 def test_windows_and_several_groups(mixed: Path) -> None:
     expected = reference(mixed, tiny_watched(), {"dtype": "bfloat16", "num_blocks": 300})
     check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 102), VOCAB, num_groups=3)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "int8 kv"])
+def test_a_long_beginning_that_rows_share(llama: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its segments are read once for all rows that have it in the same blocks, which these schedules must have."""
+    head = np.random.default_rng(4).integers(3, VOCAB, 270).tolist()
+    watched = [
+        replace(each, prompt=head + each.prompt[:20])
+        for each in tiny_watched()
+        if not isinstance(each.params, PoolingParams)
+    ]
+    expected = reference(llama, watched, MODES[mode])
+    library = native_library()
+    saved = 0
+
+    def fill_and_count(record: Shared, metadata: AttentionMetadata) -> None:
+        nonlocal saved
+        fill_group(record, metadata)
+        if metadata.max_query_len == 1:
+            saved += int(metadata.seq_lens.sum()) - library["attention_positions"](byref(record), 1)
+
+    monkeypatch.setattr("pagoda.kernels.replay.program.fill_group", fill_and_count)
+    check(llama, watched, expected, MODES[mode], range(40, 44), VOCAB)
+    assert saved > 10_000
 
 
 def check_family(name: str, num_groups: int, watched: list[Watched], seeds: range, folder: Path) -> Counter[str]:

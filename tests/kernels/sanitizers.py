@@ -31,6 +31,7 @@ FILES = (
     "native_sampling",
     "short_conv",
     "scan",
+    "shared_segments",
 )
 # What compiles or loads libraries of its own, what needs more memory than it is worth, and Triton's interpreter.
 SKIPPED = "not compile and not load and not library and not triton"

@@ -215,7 +215,7 @@ struct Context {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
         const int32_t* table = p.block_table + t.row * p.table_stride;
-        int bs = p.block_size, low = std::max(chunk_at, t.first_visible(p)), high = std::min(chunk_at + CHUNK, t.end(p));
+        int bs = p.block_size, low = std::max(chunk_at, t.begin), high = std::min(chunk_at + CHUNK, t.end);
         for (int index = first_met ? low / bs : (low + bs - 1) / bs; index * bs < high; index++) {
             int64_t slots = int64_t(heads.count) * bs, bytes = slots * sizeof(Stored);
             ahead.add(reinterpret_cast<const char*>(F::k_page(p, table[index], heads.first)), bytes * p.k_page_dim());

@@ -18,23 +18,86 @@ namespace {
 constexpr int TILE_QUERY_VECTORS = 48;          // query vectors (queries x heads of a KV head) per pass over the pages
 constexpr size_t MOST_SHARED_BYTES = 64 << 20;  // partial results of segments that are divided among threads
 
-int make_tiles(const Problem& p, Tile* tiles) {
-    int per_tile = std::max(1, TILE_QUERY_VECTORS / p.group()), count = 0;
-    for (int row = 0; row < p.num_rows; row++) {
-        int begin = p.query_start[row], queries = p.query_start[row + 1] - begin;
-        for (int i = 0; i < queries; i += per_tile)
-            tiles[count++] = {row, begin + i, std::min(per_tile, queries - i), p.seq_lens[row] - queries + i,
-                              p.seq_lens[row]};
+// Divides the queries of a batch into tiles, and finds the rows that begin with the same blocks. Where they are in the batch
+// does not matter.
+struct Tiling {
+    Problem& p;
+    int* order;  // rows, so that those that begin alike are neighbours
+    int32_t* tokens;
+    Tile *prefixes, *tiles;
+    int num_prefixes = 0, num_tiles = 0, num_tokens = 0;
+
+    int queries_of(int row) const { return p.query_start[row + 1] - p.query_start[row]; }
+    const int32_t* table_of(int row) const { return p.block_table + row * p.table_stride; }
+
+    // The leading segments that a row may share: each query sees them whole, and a later one.
+    int whole_segments(int row) const {
+        int queries = queries_of(row), at = p.seq_lens[row] - queries;
+        bool shares = queries > 0 && p.causal && p.window == 0 && p.bias == nullptr;
+        return shares ? p.last_visible(p.query_start[row], at, p.seq_lens[row]) / SEGMENT : 0;
     }
-    // The most expensive first, so that no thread ends with a long one.
-    std::sort(tiles, tiles + count, [&](const Tile& a, const Tile& b) { return a.cost(p) > b.cost(p); });
-    return count;
-}
+    int blocks_of(int segments) const { return (segments * SEGMENT + p.block_size - 1) / p.block_size; }
+
+    bool comes_before(int a, int b) const {
+        int of_a = blocks_of(whole_segments(a)), of_b = blocks_of(whole_segments(b));
+        int sign = memcmp(table_of(a), table_of(b), sizeof(int32_t) * std::min(of_a, of_b));
+        return sign != 0 ? sign < 0 : of_a < of_b;
+    }
+
+    // Leading segments, `most` or fewer, that the two rows have in the same blocks.
+    int common_segments(int a, int b, int most) const {
+        int blocks = blocks_of(most);
+        int same = static_cast<int>(std::mismatch(table_of(a), table_of(a) + blocks, table_of(b)).first - table_of(a));
+        return same == blocks ? most : same * p.block_size / SEGMENT;
+    }
+
+    // How many rows from order[i] on are computed together over a prefix, and its segments. A further row may shorten
+    // it, but must not add to what is read.
+    int rows_together(int i, int per_tile, int& segments) const {
+        int rows = 1, queries = queries_of(order[i]);
+        segments = whole_segments(order[i]);
+        for (; i + rows < p.num_rows; rows++) {
+            int row = order[i + rows];
+            int fewer = common_segments(order[i], row, std::min(segments, whole_segments(row)));
+            queries += queries_of(row);
+            if (queries > per_tile || fewer == 0 || fewer * rows < segments * (rows - 1)) break;
+            segments = fewer;
+        }
+        if (rows == 1) segments = 0;
+        return rows;
+    }
+
+    void add_row(int row, int per_tile, int segments) {
+        int begin = p.query_start[row], queries = queries_of(row), length = p.seq_lens[row];
+        for (int i = 0; i < queries; i += per_tile) {
+            int count = std::min(per_tile, queries - i), at = length - queries + i, last = i + count - 1;
+            int end = p.last_visible(begin + last, length - queries + last, length) + 1;
+            int from = segments > 0 ? segments * SEGMENT : p.first_visible(at);
+            tiles[num_tiles++] = {row, num_tokens, count, at, length, from, end, segments > 0 ? p.num_kept : -1};
+            for (int j = 0; j < count; j++) tokens[num_tokens++] = begin + i + j;
+            if (segments > 0) p.num_kept += count;
+        }
+    }
+
+    void run() {
+        int per_tile = std::max(1, TILE_QUERY_VECTORS / p.group()), segments;
+        for (int row = 0; row < p.num_rows; row++) order[row] = row;
+        std::sort(order, order + p.num_rows, [&](int a, int b) { return comes_before(a, b); });
+        for (int i = 0, rows; i < p.num_rows; i += rows) {
+            rows = rows_together(i, per_tile, segments);
+            Tile prefix{order[i], num_tokens, 0, segments * SEGMENT - 1, 0, 0, segments * SEGMENT, p.num_kept};
+            for (int j = 0; j < rows; j++) add_row(order[i + j], per_tile, segments);
+            prefix.num_queries = num_tokens - prefix.first;
+            if (segments > 0) prefixes[num_prefixes++] = prefix;
+        }
+        p.tokens = tokens;
+    }
+};
 
 // Partial results of a tile's segments, for all its KV heads.
 template <class Stored>
 size_t partial_floats(const Attention<Stored>& work, const Tile& t) {
-    return Partial::floats(work.rows(t), work.p.head_dim) * t.num_segments(work.p) * work.p.num_kv_heads;
+    return Partial::floats(work.rows(t), work.p.head_dim) * t.num_segments() * work.p.num_kv_heads;
 }
 
 // Threads claim segments. For batches of few tiles, which would leave threads idle. floats: partial results of all tiles.
@@ -42,21 +105,21 @@ template <class Stored>
 void attend_by_segments(const Attention<Stored>& work, const Tile* tiles, int count, size_t floats, int threads) {
     const Problem& p = work.p;
     int units = 0, heads = count * p.num_kv_heads;
-    for (int i = 0; i < count; i++) units += tiles[i].num_segments(p) * p.num_kv_heads;
+    for (int i = 0; i < count; i++) units += tiles[i].num_segments() * p.num_kv_heads;
     float* parts = static_cast<float*>(thread_scratch(floats * sizeof(float), 2));
     auto* unfinished = static_cast<std::atomic<int>*>(thread_scratch(sizeof(std::atomic<int>) * heads, 3));
     for (int i = 0; i < heads; i++)
-        new (&unfinished[i]) std::atomic<int>(tiles[i / p.num_kv_heads].num_segments(p));
+        new (&unfinished[i]) std::atomic<int>(tiles[i / p.num_kv_heads].num_segments());
     std::atomic<int> next{0};
     parallel(std::min(threads, units), [&](int, int) {
         for (int unit; (unit = next.fetch_add(1)) < units;) {
             int i = 0, left = unit;
             float* at = parts;
-            for (; left >= tiles[i].num_segments(p) * p.num_kv_heads; i++) {
-                left -= tiles[i].num_segments(p) * p.num_kv_heads;
+            for (; left >= tiles[i].num_segments() * p.num_kv_heads; i++) {
+                left -= tiles[i].num_segments() * p.num_kv_heads;
                 at += partial_floats(work, tiles[i]);
             }
-            int head = left / tiles[i].num_segments(p), segment = left % tiles[i].num_segments(p);
+            int head = left / tiles[i].num_segments(), segment = left % tiles[i].num_segments();
             at += partial_floats(work, tiles[i]) / p.num_kv_heads * head;
             work.run_part(tiles[i], head, segment, at, unfinished[i * p.num_kv_heads + head]);
         }
@@ -87,14 +150,14 @@ void attend_by_units(const Attention<Stored>& work, const Tile* tiles, int count
 }
 
 template <class Stored>
-void attend(const Problem& p, int num_tokens, int threads) {
-    Attention<Stored> work{p};
-    Tile* tiles = static_cast<Tile*>(thread_scratch(sizeof(Tile) * num_tokens, 1));
-    int count = make_tiles(p, tiles);
+void attend_tiles(const Attention<Stored>& work, Tile* tiles, int count, int threads) {
+    const Problem& p = work.p;
+    // The most expensive first, so that no thread ends with a long one.
+    std::sort(tiles, tiles + count, [](const Tile& a, const Tile& b) { return a.cost() > b.cost(); });
     int64_t products = 0;
     size_t floats = 0;
     for (int i = 0; i < count; i++) {
-        products += tiles[i].cost(p) * p.num_heads * p.head_dim;
+        products += tiles[i].cost() * p.num_heads * p.head_dim;
         floats += partial_floats(work, tiles[i]);
     }
     threads = threads_for(products / 4, threads);
@@ -104,6 +167,24 @@ void attend(const Problem& p, int num_tokens, int threads) {
         attend_by_segments(work, tiles, count, floats, threads);
     else
         attend_by_units(work, tiles, count, threads);
+}
+
+Tiling divide(Problem& p, int num_tokens) {
+    Tile* tiles = static_cast<Tile*>(thread_scratch(sizeof(Tile) * 2 * num_tokens, 1));
+    int* order = static_cast<int*>(thread_scratch(sizeof(int) * (p.num_rows + num_tokens), 6));
+    Tiling tiling{p, order, order + p.num_rows, tiles, tiles + num_tokens};
+    tiling.run();
+    return tiling;
+}
+
+template <class Stored>
+void attend(Problem p, int num_tokens, int threads) {
+    Tiling tiling = divide(p, num_tokens);
+    size_t kept = Partial::floats(size_t(p.num_kept) * p.group(), p.head_dim) * p.num_kv_heads;
+    p.kept = static_cast<float*>(thread_scratch(sizeof(float) * kept, 7));
+    Attention<Stored> work{p};
+    if (tiling.num_prefixes > 0) attend_tiles(work, tiling.prefixes, tiling.num_prefixes, threads);
+    attend_tiles(work, tiling.tiles, tiling.num_tiles, threads);
 }
 
 // Of an op's arguments: the rows of `table` from `first` on, by head of q. No data: none.
@@ -191,4 +272,18 @@ PAGODA_EXPORT void pagoda_bidirectional_attention(const BidirectionalAttentionAr
         attend<T>(p, static_cast<int>(a->q.rows), threads);
         cut_heads<T>(p, *a);
     });
+}
+
+// The positions whose K and V a batch reads, for each KV head. group: q heads of a KV head.
+PAGODA_EXPORT int64_t pagoda_attention_positions(const RowGroup* rows, int32_t group) {
+    Problem p{};
+    p.query_start = rows->query_start, p.seq_lens = rows->seq_lens, p.last_seen = rows->last_seen;
+    p.block_table = rows->block_table, p.table_stride = rows->table_stride;
+    p.num_rows = static_cast<int>(rows->num_rows), p.block_size = static_cast<int>(rows->block_size);
+    p.num_heads = group, p.num_kv_heads = 1;
+    Tiling tiling = divide(p, rows->query_start[rows->num_rows]);
+    int64_t positions = 0;
+    for (int i = 0; i < tiling.num_prefixes; i++) positions += tiling.prefixes[i].end;
+    for (int i = 0; i < tiling.num_tiles; i++) positions += tiling.tiles[i].end - tiling.tiles[i].begin;
+    return positions;
 }

@@ -28,6 +28,10 @@ struct Problem {
     int rope_dim = 0;
     const void* q_rope = nullptr;
     int64_t q_rope_stride = 0;
+    const int32_t* tokens = nullptr;  // the batch's tokens in the order of tiles
+    // Sums over the prefixes that rows share, from which they continue: of `num_kept` queries, by KV head.
+    float* kept = nullptr;
+    int num_kept = 0;
     int key_dim() const { return head_dim + rope_dim; }
     int k_page_dim() const { return rope_dim > 0 ? rope_dim : head_dim; }
     int group() const { return num_heads / num_kv_heads; }
@@ -40,17 +44,17 @@ struct Problem {
     }
 };
 
-// Consecutive queries of one row. `first_at`: position of the first one. `length`: positions of the row.
+// Consecutive queries of one row: `num_queries` of Problem::tokens, from `first` on. Or the queries of several rows that all
+// see a prefix that the rows share, and of this row's table only that. `first_at`: position of the first one. `length`:
+// positions of the row. The positions begin .. end - 1 are read: some query sees them, and no sums of others have them.
+// `kept`: of the first query in Problem::kept, which a prefix fills in and the rest of a row continues from; or -1.
 struct Tile {
-    int row, first_token, num_queries, first_at, length;
-    int first_visible(const Problem& p) const { return p.first_visible(first_at); }
-    // One past the last position any query sees: the last one sees furthest.
-    int end(const Problem& p) const {
-        return p.last_visible(first_token + num_queries - 1, first_at + num_queries - 1, length) + 1;
-    }
-    int first_segment(const Problem& p) const { return first_visible(p) / SEGMENT; }
-    int num_segments(const Problem& p) const { return (end(p) - 1) / SEGMENT - first_segment(p) + 1; }
-    int64_t cost(const Problem& p) const { return int64_t(end(p) - first_visible(p)) * (num_queries + 1); }
+    int row, first, num_queries, first_at, length, begin, end, kept;
+    bool is_prefix() const { return kept >= 0 && begin == 0; }
+    bool continues() const { return kept >= 0 && begin > 0; }
+    int first_segment() const { return begin / SEGMENT; }
+    int num_segments() const { return (end - 1) / SEGMENT - first_segment() + 1; }
+    int64_t cost() const { return int64_t(end - begin) * (num_queries + 1); }
 };
 
 // KV heads first .. first + count - 1.
@@ -69,8 +73,9 @@ inline f32x16 without_denormals(f32x16 v) { return select(magnitude_bits(v) < 0x
 // Running softmax of `rows` query vectors.
 struct Partial {
     float *top, *total, *acc;  // [rows], [rows], [rows][head_dim]
-    static size_t floats(int rows, int head_dim) { return size_t(rows) * (head_dim + 2); }
-    static Partial at(float* memory, int rows) { return {memory, memory + rows, memory + 2 * rows}; }
+    static size_t floats(size_t rows, int head_dim) { return rows * (head_dim + 2); }
+    static Partial at(float* memory, size_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+    Partial from(size_t row, int head_dim) const { return {top + row, total + row, acc + row * head_dim}; }
 };
 
 // sums = sums combined with next, which covers later positions.

@@ -33,7 +33,7 @@ struct Attention {
     float finish_scores(float* scores, int groups, int chunk_at, const Tile& t, int query, int64_t head,
                         const Workspace<Kind>& w) const {
         int at = t.first_at + query, from = p.first_visible(at) - chunk_at;
-        int to = p.last_visible(t.first_token + query, at, t.length) - chunk_at;
+        int to = p.last_visible(token_of(t, query), at, t.length) - chunk_at;
         bool partly = from > 0 || to < CHUNK - 1;
         f32x16 highest = splat(HIDDEN);
         for (int g = 0; g < groups; g++) {
@@ -89,6 +89,12 @@ struct Attention {
     }
 
     int rows(const Tile& t) const { return t.num_queries * p.group(); }
+    int token_of(const Tile& t, int query) const { return p.tokens[t.first + query]; }
+    Partial kept(const Tile& t, int kv_head) const {
+        size_t rows = size_t(p.num_kept) * p.group();
+        Partial of_head = Partial::at(p.kept + kv_head * Partial::floats(rows, p.head_dim), rows);
+        return of_head.from(size_t(t.kept) * p.group(), p.head_dim);
+    }
 
     void load_queries(const Tile& t, Heads heads, const Workspace<Kind>& w) const {
         by_dtype(p.dtype, [&](auto element) {
@@ -102,7 +108,7 @@ struct Attention {
         int64_t depth = p.key_dim() / WIDTH, words = words_of<Kind>(depth);
         Word* in_order = reinterpret_cast<Word*>(w.partials);  // used by no segment yet; rope_dim is at most head_dim
         for (int r = 0; r < rows(t); r++) {
-            int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
+            int64_t token = token_of(t, r / group), head = kv_head * group + r % group;
             const T* from = static_cast<const T*>(p.q) + token * p.q_stride + head * p.head_dim;
             F::query(from, in_order + r * words, p.head_dim);
             if (p.rope_dim > 0) {
@@ -124,13 +130,13 @@ struct Attention {
         int n = rows(t), hd = p.head_dim;
         const int32_t* table = p.block_table + t.row * p.table_stride;
         for (int h = 0; h < heads.count; h++) {
-            for (int r = 0; r < n; r++) part(h).top[r] = NOTHING_SEEN;
-            memset(part(h).acc, 0, sizeof(float) * n * hd);
+            Partial sums = part(h);
+            std::fill(sums.top, sums.top + n, NOTHING_SEEN);
+            memset(sums.acc, 0, sizeof(float) * n * hd);
             memset(w.sums_of(h), 0, sizeof(float) * n * 16);
         }
-        int visible = t.first_visible(p), end = t.end(p);
-        int first = std::max(segment * SEGMENT, visible / CHUNK * CHUNK);
-        int last = std::min((segment + 1) * SEGMENT, end);
+        int first = std::max(segment * SEGMENT, t.begin / CHUNK * CHUNK);
+        int last = std::min((segment + 1) * SEGMENT, t.end);
         KeyChunk<Kind> keys;
         ValueChunk<Kind> values;
         for (int chunk_at = first; chunk_at < last; chunk_at += CHUNK) {
@@ -138,18 +144,20 @@ struct Attention {
             if (chunk_at + CHUNK < walked_until)
                 context.prefetch_chunk(unit, chunk_at + CHUNK, false, ahead);
             else if (upcoming != nullptr)
-                context.prefetch_chunk(*upcoming, upcoming->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
+                context.prefetch_chunk(*upcoming, upcoming->tile->begin / CHUNK * CHUNK, true, ahead);
             for (int h = 0; h < heads.count; h++) {
-                context.load_chunk(table, heads.first + h, chunk_at, visible, end, w, keys, values);
+                Partial sums = part(h);
+                context.load_chunk(table, heads.first + h, chunk_at, t.begin, t.end, w, keys, values);
                 scores_of<Kind>(w.queries_of(h), n, keys, p.key_dim() / WIDTH, w.scores, ahead);
-                online_softmax(t, heads.first + h, chunk_at, keys.groups, w, part(h), w.sums_of(h));
-                outputs_of<Kind>(w.weights, n, values, hd, w.keep, part(h).acc, ahead);
+                online_softmax(t, heads.first + h, chunk_at, keys.groups, w, sums, w.sums_of(h));
+                outputs_of<Kind>(w.weights, n, values, hd, w.keep, sums.acc, ahead);
             }
             ahead.issue_rest();
         }
         for (int h = 0; h < heads.count; h++) {
-            for (int r = 0; r < n; r++) part(h).total[r] = lane_sum(load(w.sums_of(h) + r * 16));
-            for (int i = 0; i < n * hd; i += 16) store(part(h).acc + i, without_denormals(load(part(h).acc + i)));
+            Partial sums = part(h);
+            for (int r = 0; r < n; r++) sums.total[r] = lane_sum(load(w.sums_of(h) + r * 16));
+            for (int i = 0; i < n * hd; i += 16) store(sums.acc + i, without_denormals(load(sums.acc + i)));
         }
     }
 
@@ -160,7 +168,7 @@ struct Attention {
     void write_out_as(const Tile& t, int64_t kv_head, Partial part) const {
         int group = p.group(), hd = p.head_dim;
         for (int r = 0; r < rows(t); r++) {
-            int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
+            int64_t token = token_of(t, r / group), head = kv_head * group + r % group;
             T* to = static_cast<T*>(p.out) + (token * p.num_heads + head) * hd;
             float total = part.total[r];
             if (p.sinks != nullptr) {  // scores are in units of log 2
@@ -177,16 +185,17 @@ struct Attention {
     void run_unit(const Unit& unit, const Unit* upcoming) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
-        int n = rows(t), first = t.first_segment(p);
+        int n = rows(t);
         auto w = Workspace<Kind>::take(p, n, heads.count);
         load_queries(t, heads, w);
-        for (int s = 0; s < t.num_segments(p); s++) {
-            auto part = [&](int h) { return s == 0 ? w.combined(h) : w.next(h); };
-            run_segment(unit, first + s, w, part, t.end(p), upcoming);
-            if (s == 0) continue;
-            for (int h = 0; h < heads.count; h++) combine(w.combined(h), w.next(h), n, p.head_dim);
+        auto sums = [&](int h) { return t.kept >= 0 ? kept(t, heads.first + h) : w.combined(h); };
+        for (int s = 0; s < t.num_segments(); s++) {
+            bool adds = s > 0 || t.continues();
+            auto part = [&](int h) { return adds ? w.next(h) : sums(h); };
+            run_segment(unit, t.first_segment() + s, w, part, t.end, upcoming);
+            for (int h = 0; adds && h < heads.count; h++) combine(sums(h), w.next(h), n, p.head_dim);
         }
-        for (int h = 0; h < heads.count; h++) write_out(t, heads.first + h, w.combined(h));
+        for (int h = 0; !t.is_prefix() && h < heads.count; h++) write_out(t, heads.first + h, sums(h));
     }
 
     // Run one segment of a tile whose segments are divided among threads; the thread that ends the last one combines them.
@@ -196,12 +205,15 @@ struct Attention {
         auto w = Workspace<Kind>::take(p, n, 1);
         Heads heads{kv_head, 1};
         load_queries(t, heads, w);
-        auto part = [&](int) { return Partial::at(parts + size * segment, n); };
-        int index = t.first_segment(p) + segment;
-        run_segment({&t, heads}, index, w, part, std::min((index + 1) * SEGMENT, t.end(p)), nullptr);
+        auto part_of = [&](int s) {
+            return s == 0 && t.is_prefix() ? kept(t, kv_head) : Partial::at(parts + size * s, n);
+        };
+        int index = t.first_segment() + segment;
+        int until = std::min((index + 1) * SEGMENT, t.end);
+        run_segment({&t, heads}, index, w, [&](int) { return part_of(segment); }, until, nullptr);
         if (unfinished.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-        for (int s = 1; s < t.num_segments(p); s++)
-            combine(Partial::at(parts, n), Partial::at(parts + size * s, n), n, p.head_dim);
-        write_out(t, kv_head, Partial::at(parts, n));
+        Partial sums = t.continues() ? kept(t, kv_head) : part_of(0);
+        for (int s = t.continues() ? 0 : 1; s < t.num_segments(); s++) combine(sums, part_of(s), n, p.head_dim);
+        if (!t.is_prefix()) write_out(t, kv_head, sums);
     }
 };

@@ -322,6 +322,8 @@ FUNCTIONS: dict[str, Function] = {
     "pagoda_pack_code_rows": _function(
         "void", weight="const PackedLinear*", pieces="const CodeRows*", threads="int32_t"
     ),
+    # Counts for tests.
+    "pagoda_attention_positions": _function("int64_t", rows="const RowGroup*", group="int32_t"),
     # Sampling.
     "pagoda_constrain": _function(
         "void", **(_LOGITS | {"logits": "float*"}), constraints="const LogitConstraints*", threads="int32_t"
