@@ -15,7 +15,7 @@ from pagoda.worker.devices import Device
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.devices.cuda import CudaDevice
 
-REFUSED_BY_TRITON = ("deepseek-v", "gpt-oss", "mistral4", "lfm2", "mamba2")
+REFUSED_BY_TRITON = ("deepseek-v", "gpt-oss", "mistral4", "lfm2", "mamba2", "granite4", "bamba")
 """How the names (in tests/models/tiny.py) of models begin that are refused with Triton's kernels when an engine starts:
 with latent attention, biases of experts, or recurrent layers.
 """

@@ -1,6 +1,8 @@
-"""Mamba-2: recurrent layers alone, without attention and without MLPs (state-spaces, Codestral Mamba)."""
+"""Mamba-2: recurrent layers alone, without attention and without MLPs (state-spaces, Codestral Mamba); and what models
+have in common in which such layers are in the place of most attentions.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 
@@ -9,7 +11,7 @@ from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder
-from pagoda.models.decoder_layers import LlamaLayer
+from pagoda.models.decoder_layers import AnyAttention, LlamaLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
@@ -22,9 +24,17 @@ _MAX_POSITION = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Config(DecoderConfig):
-    """mamba: the shape of every layer."""
+    """mamba: the shape of recurrent layers.   mamba_norm_eps: of their norms.   mamba_layers: their indices."""
 
     mamba: Mamba2Shape
+    mamba_norm_eps: float
+    mamba_layers: frozenset[int]
+
+    @classmethod
+    def of(cls, decoder: DecoderConfig, mamba: Mamba2Shape, norm_eps: float, layers: Iterable[int]) -> "Mamba2Config":
+        """Return `decoder` with recurrent layers."""
+        values = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
+        return cls(**values, mamba=mamba, mamba_norm_eps=norm_eps, mamba_layers=frozenset(layers))
 
 
 class Mamba2Layer(LlamaLayer):
@@ -33,7 +43,7 @@ class Mamba2Layer(LlamaLayer):
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
         assert isinstance(config, Mamba2Config)
         self.post_attention_layernorm = config.norm()
-        self.self_attn = Mamba2(config.spec.hidden_size, config.mamba, config.norm_eps)
+        self.self_attn = Mamba2(config.spec.hidden_size, config.mamba, config.mamba_norm_eps)
 
     def __call__(
         self,
@@ -47,6 +57,16 @@ class Mamba2Layer(LlamaLayer):
         """See LlamaLayer."""
         x, residual = self.post_attention_layernorm.add(ops, x, residual)
         return self.self_attn(ops, x, residual, batch, kv, last)
+
+
+class HybridLayer(LlamaLayer):
+    """LlamaLayer that may have a Mamba2 in place of attention."""
+
+    def make_attention(self, config: DecoderConfig, index: int, rotary: Rotary) -> AnyAttention:
+        assert isinstance(config, Mamba2Config)
+        if index in config.mamba_layers:
+            return Mamba2(config.spec.hidden_size, config.mamba, config.mamba_norm_eps)
+        return super().make_attention(config, index, rotary)
 
 
 def read(config: ConfigReader) -> Mamba2Config:
@@ -80,7 +100,30 @@ def read(config: ConfigReader) -> Mamba2Config:
     if num_heads % shape.num_groups:
         raise config.wrong("n_groups", f"a divisor of num_heads = {num_heads}")
     changed = replace(decoder, layer=Mamba2Layer)
-    return Mamba2Config(**{field.name: getattr(changed, field.name) for field in fields(changed)}, mamba=shape)
+    return Mamba2Config.of(changed, shape, decoder.norm_eps, range(decoder.spec.num_layers))
+
+
+def read_mamba_shape(config: ConfigReader, hidden_size: int) -> Mamba2Shape:
+    """Read the shape of the recurrent layers of a hybrid, by the names that most have."""
+    inner_size, num_heads = config.integer("mamba_expand", 2) * hidden_size, config.integer("mamba_n_heads", 128)
+    if inner_size % num_heads:
+        raise config.wrong("mamba_n_heads", f"a divisor of mamba_expand * hidden_size = {inner_size}")
+    head_dim = inner_size // num_heads
+    if config.has("mamba_d_head") and config.get("mamba_d_head") not in ("auto", head_dim):
+        raise config.wrong("mamba_d_head", f"'auto' or mamba_expand * hidden_size / mamba_n_heads = {head_dim}")
+    num_groups = config.integer("mamba_n_groups", 1)
+    if num_heads % num_groups:
+        raise config.wrong("mamba_n_groups", f"a divisor of mamba_n_heads = {num_heads}")
+    return Mamba2Shape(
+        num_heads,
+        head_dim,
+        config.integer("mamba_d_state", 256),
+        num_groups,
+        config.integer("mamba_d_conv", 4, most=64),
+        config.flag("mamba_conv_bias", True),
+        config.flag("mamba_proj_bias", False),
+        *read_limits(config),
+    )
 
 
 def read_limits(config: ConfigReader) -> tuple[float, float]:
@@ -101,14 +144,19 @@ def read_limits(config: ConfigReader) -> tuple[float, float]:
 _INFINITE = (inf, "inf", "Infinity", {"__float__": "Infinity"})
 """How configurations spell it."""
 
-MIXER_NAMES = (
-    (r"\.taps$", ".conv1d.weight"),
-    (r"(\.(?:self_attn|mamba|mixer))\.bias$", r"\1.conv1d.bias"),
-    (r"\.a_log$", ".A_log"),
-    (r"(\.(?:self_attn|mamba|mixer))\.d$", r"\1.D"),
-    (r"(\.(?:self_attn|mamba|mixer))\.norm$", r"\1.norm.weight"),
-)
-"""The names of a Mamba2 in checkpoints, but for its own."""
+
+def mixer_names(name: str) -> tuple[tuple[str, str], ...]:
+    """Return the substitutions for what a Mamba2 has. It is called `name` in checkpoints."""
+    return (
+        (r"\.self_attn\.(in_proj|out_proj)\.", rf".{name}.\1."),
+        (r"\.self_attn\.taps$", f".{name}.conv1d.weight"),
+        (r"\.self_attn\.bias$", f".{name}.conv1d.bias"),
+        (r"\.self_attn\.a_log$", f".{name}.A_log"),
+        (r"\.self_attn\.dt_bias$", f".{name}.dt_bias"),
+        (r"\.self_attn\.d$", f".{name}.D"),
+        (r"\.self_attn\.norm$", f".{name}.norm.weight"),
+    )
+
 
 MAMBA2 = Architecture(
     name="mamba2",
@@ -119,8 +167,7 @@ MAMBA2 = Architecture(
     hf=(
         Naming(
             substitutions=(
-                *MIXER_NAMES,
-                (r"\.self_attn\.", ".mixer."),
+                *mixer_names("mixer"),
                 (r"\.post_attention_layernorm\.", ".norm."),
                 (r"^model\.norm\.", "model.norm_f."),
                 (r"^model\.embed_tokens\.", "model.embeddings."),

@@ -4,6 +4,7 @@ from pagoda.base.registry import Registry
 from pagoda.models.apertus import APERTUS
 from pagoda.models.arcee import ARCEE
 from pagoda.models.architecture import Architecture
+from pagoda.models.bamba import BAMBA
 from pagoda.models.bart import BART
 from pagoda.models.bert import BERT, ROBERTA
 from pagoda.models.cohere import COHERE, COHERE2
@@ -18,6 +19,7 @@ from pagoda.models.gpt2 import GPT2
 from pagoda.models.gpt_neox import GPT_NEOX
 from pagoda.models.gpt_oss import GPT_OSS
 from pagoda.models.granite import GRANITE, GRANITEMOE
+from pagoda.models.granite4 import GRANITE4
 from pagoda.models.hunyuan import HUNYUAN
 from pagoda.models.idefics3 import IDEFICS3
 from pagoda.models.lfm2 import LFM2, LFM2_MOE
@@ -78,6 +80,8 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         LFM2,
         LFM2_MOE,
         MAMBA2,
+        GRANITE4,
+        BAMBA,
         SEED_OSS,
         ARCEE,
         APERTUS,

@@ -13,7 +13,7 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, SchedulingPolicy
 from pagoda.base.errors import RequestError
 from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event, Removed, Stored
-from pagoda.core.kv import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import BlockCounts, KVGroupSpec, exceeds
 from pagoda.core.request import AdmitKind, Reason, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -25,7 +25,10 @@ from tests.twin import WHY_ENDED, TwinScheduler
 
 VOCABULARY = 7
 RAISED, NOT_FINITE = "the step failed", "not finite"
-NO_ROOM = re.compile("the KV cache has [0-9]+ blocks: too few|needs .* KV blocks|can never come back from host memory")
+NO_ROOM = re.compile(
+    "the KV cache has [0-9]+ blocks: too few|needs .* (KV blocks|blocks of recurrent states)|"
+    "can never come back from host memory"
+)
 NOT_TO_BE_HAD = "the adapter cannot be had"
 NO_LOGPROBS = "this worker does not return log-probabilities"
 Record = dict[str, Any]
@@ -455,19 +458,26 @@ class Traffic:
                 assert key in may_end, f"{key} ended with the failure of others: {finish}"
                 assert finish.status is RequestStatus.FINISHED_ERROR
             elif NO_ROOM.search(finish.message):
-                assert self._most_blocks(self.requests[key[0]]) > self.setting.num_blocks, f"{key} would fit: {finish}"
+                needed, there = self._most_blocks(self.requests[key[0]]), self.scheduler._state.kv.num_blocks
+                assert exceeds(needed, there), f"{key} would fit: {finish}"
             else:
                 assert NO_LOGPROBS in finish.message or finish.message == NOT_TO_BE_HAD
 
-    def _most_blocks(self, request: Request) -> int:
+    def _most_blocks(self, request: Request) -> BlockCounts:
         """Blocks that the request holds at most: each of its sequences at full length, none of them shared."""
-        setting, block_size = self.setting, self.setting.cache.block_size
+        setting, sizing = self.setting, self.scheduler._state.kv.sizing
         output_len = request.sampling.max_tokens or setting.max_model_len if request.sampling is not None else 0
         slots = request.num_prompt_tokens + output_len + setting.scheduler.num_lookahead_slots
-        of_output = -(-min(slots, setting.max_model_len) // block_size)
-        of_encoder = -(-request.encoder_len // block_size)
-        crosses = [group.kind is KVGroupKind.CROSS for group in setting.groups]
-        return request.num_seqs * crosses.count(False) * of_output + crosses.count(True) * of_encoder
+        longest = min(slots, setting.max_model_len)
+        return sizing.total(
+            (
+                group,
+                request.num_seqs * -(-longest // group.block_size)
+                if group.grows
+                else -(-request.encoder_len // group.block_size),
+            )
+            for group in sizing.groups
+        )
 
     def _receive_pooled(self, client: int, outputs: EngineCoreOutputs) -> None:
         """A request to pool ends with its vector, and with nothing else unless it has an error."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVShape, layers_per_block
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVShape, by_pool, layers_per_block
 from pagoda.layers.kv import KVDeclaration, group_kv
 
 
@@ -42,11 +42,11 @@ def test_sizes(windows: tuple[int, ...], sizes: list[int]):
 
 
 def test_all_equal_states_are_one_group():
-    """They do not make the groups of attention smaller, and several of them share a tensor: LFM2-1.2B."""
+    """They do not make the groups of attention smaller, and have a pool of their own: LFM2-1.2B."""
     attention = {2, 5, 8, 10, 12, 14}
     groups = group_kv([declared(0) if layer in attention else STATE for layer in range(16)])
     assert {group.kind: len(group.layers) for group in groups} == {KVGroupKind.STATE: 10, KVGroupKind.FULL: 6}
-    assert layers_per_block(groups) == 6
+    assert [layers_per_block(pool) for pool in by_pool(groups)] == [6, 10]
     windows = group_kv([STATE, *map(declared, pattern(18, 6)), STATE])
     assert sorted(len(group.layers) for group in windows) == [2, *[3] * 6]
     assert layers_per_block(group_kv([STATE] * 5)) == 5

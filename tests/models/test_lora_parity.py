@@ -59,6 +59,12 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
         {"r": 8, "target_modules": ["in_proj", "out_proj", "w1", "w3"]},
         {"r": 4, "target_modules": ["k_proj", "w2"]},
     ],
+    "mamba2": [{"r": 8, "target_modules": ["in_proj"]}],  # PEFT refuses out_proj
+    "granite4-dense": [
+        {"r": 8, "target_modules": ["in_proj", "out_proj", "input_linear"]},
+        {"r": 4, "target_modules": ["k_proj", "output_linear"]},
+    ],
+    "bamba": [{"r": 8, "target_modules": ["in_proj", "out_proj", "q_proj", "gate_proj", "down_proj"]}],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],
 }
 

@@ -9,6 +9,7 @@ import transformers
 from transformers import (
     ApertusConfig,
     ArceeConfig,
+    BambaConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -27,6 +28,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -189,6 +191,23 @@ def _mamba2(**more: object) -> PretrainedConfig:
     return Mamba2Config(**{**shape, **heads, "pad_token_id": 0, "chunk_size": 16, **more})
 
 
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 6, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16,
+}  # fmt: skip
+
+
+def _granite4(**more: object) -> PretrainedConfig:
+    layer_types = ["linear_attention", "full_attention", "linear_attention"]
+    scales = {"embedding_multiplier": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+              "logits_scaling": 2.0}  # fmt: skip
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+    return GraniteMoeHybridConfig(**{**_SHAPE, **_MAMBA, **scales, **experts, "layer_types": layer_types, **more})
+
+
+def _bamba(**more: object) -> PretrainedConfig:
+    return BambaConfig(**{**_SHAPE, **_MAMBA, "attn_layer_indices": [1], **more})
+
+
 _LATENT: dict[str, Any] = {
     **_SHAPE,
     "num_attention_heads": 4,
@@ -321,6 +340,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "lfm2-attention-last": lambda: _lfm2(num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"]),
     "lfm2-moe": _lfm2_moe,
     "mamba2": _mamba2,
+    "granite4": _granite4,
+    "granite4-dense": lambda: _granite4(num_local_experts=0, position_embedding_type="rope", mamba_proj_bias=True),
+    "bamba": _bamba,
+    "bamba-biased": lambda: _bamba(attention_bias=True, mlp_bias=True, mamba_conv_bias=False, mamba_n_groups=1),
     "mamba2-plain": lambda: _mamba2(n_groups=1, use_conv_bias=False, use_bias=True),
     "lfm2-moe-without-bias": lambda: _lfm2_moe(use_expert_bias=False, norm_topk_prob=False),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),

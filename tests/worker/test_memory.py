@@ -169,7 +169,7 @@ def test_a_model_of_states_alone_has_as_long_requests_as_it_may() -> None:
     (of_state,) = bytes_of_blocks(groups, "bfloat16", 16)
     few = SchedulerOptions(max_num_batched_tokens=512, max_num_seqs=4)
     found = plan_capacity(groups, CacheConfig(kv_cache_memory=12 * of_state), "bfloat16", 1 << 17, 0, few)
-    assert (found.num_blocks, found.num_states, found.max_tokens) == (11, 0, 1 << 17)
+    assert (found.num_blocks, found.block_size, found.num_states, found.max_tokens) == (11, 512, 0, 1 << 17)
     with pytest.raises(CapacityError, match="kv_cache_memory"):
         plan_capacity(groups, CacheConfig(kv_cache_memory=3 * of_state), "bfloat16", 1 << 17, 0, few)
 

@@ -74,21 +74,25 @@ class BlockTables:
 
     def num_free(self) -> BlockCounts:
         """Return how many blocks each pool can give."""
-        return tuple(pool.num_free for pool in self.pools)
+        return tuple([pool.num_free for pool in self.pools])
 
     def of_pool(self, pool: int, blocks: np.ndarray) -> np.ndarray:
         """Return those of `blocks` that are the pool's, without the null block."""
+        if len(self.pools) == 1:
+            return blocks[blocks != 0]
         first = self.pools[pool].first_id
         return blocks[(blocks >= first) & (blocks < first + self.pools[pool].num_blocks)]
 
     def in_order(self, row: int) -> np.ndarray:
         """Return the row's blocks by the position where they end, over all groups: a hit needs them in every group."""
         tables = self.of(row)
-        ends = [
-            np.arange(1, len(blocks) + 1) * group.block_size for group, blocks in zip(self.groups, tables, strict=True)
-        ]
-        order = np.argsort(np.concatenate(ends or [NO_BLOCKS]), kind="stable")
-        blocks = np.concatenate(tables or (NO_BLOCKS,))[order]
+        if len(tables) == 1:
+            blocks = tables[0]
+        else:
+            sizes = [group.block_size for group in self.groups]
+            ends = [np.arange(1, len(blocks) + 1) * size for blocks, size in zip(tables, sizes, strict=True)]
+            order = np.argsort(np.concatenate(ends or [NO_BLOCKS]), kind="stable")
+            blocks = np.concatenate(tables or (NO_BLOCKS,))[order]
         return blocks[blocks != 0]
 
     def _missing(self, pool: int, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -103,19 +107,19 @@ class BlockTables:
 
     def _num_fitting(self, rows: np.ndarray, missing: list[np.ndarray]) -> int:
         """Return how many leading `rows` certainly find their blocks, copies included; 0 only if the first does not."""
-        copies = np.isin(rows, list(self._shared_tails)) if self._shared_tails else 0
-        count = len(rows)
-        for pool, groups, lacking in zip(self.pools, self._growing_in, missing, strict=True):
-            most = (lacking + copies) * len(groups)  # a copy for each, although the last one writes in place
-            if int(most.sum()) > pool.num_free:
-                count = min(count, int(np.count_nonzero(np.cumsum(most) <= pool.num_free)))
+        count, tails = len(rows), list(self._shared_tails)
+        for pool, groups, most in zip(self.pools, self._growing_in, missing, strict=True):
+            if tails:  # a copy for each, although the last one writes in place
+                most = most + np.isin(rows, tails)
+            if int(most.sum()) * len(groups) > pool.num_free:
+                count = min(count, int(np.count_nonzero(np.cumsum(most) * len(groups) <= pool.num_free)))
         if count:
             return count
         first = int(rows[0])
         self._free_passed(first)
-        tails = [(group, 1) for group, _ in self._shared_tail_groups(first)]
-        grown = [(group, int(missing[group.pool][0])) for group in self.growing]
-        return int(not exceeds(self._sizing.total(grown + tails), self.num_free()))
+        needed = [(group, 1) for group, _ in self._shared_tail_groups(first)]
+        needed += [(group, int(missing[group.pool][0])) for group in self.growing]
+        return int(not exceeds(self._sizing.total(needed), self.num_free()))
 
     # New rows and longer rows
 

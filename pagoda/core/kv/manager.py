@@ -171,6 +171,8 @@ class KVCacheManager:
 
     def _blocks_of_siblings(self, request: RequestState) -> BlockCounts:
         lengths = [len(sequence.token_ids) for sequence in request.siblings]
+        if not lengths:
+            return self.sizing.nothing
         return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens)
 
     def _blocks_to_admit(

@@ -232,16 +232,21 @@ class KVSizing:
             counts[group.pool] += count
         return tuple(counts)
 
+    @property
+    def nothing(self) -> BlockCounts:
+        return (0,) * len(self.block_sizes)
+
     def blocks_for_request(self, num_tokens: int, encoder_len: int = 0) -> BlockCounts:
         """Most blocks of each pool that one sequence holds at once while it grows to `num_tokens` tokens.
 
         Pools with fewer can never serve it. encoder_len: encoder tokens of an encoder-decoder request.
         """
         slots = self.slots_up_to(num_tokens)
-        return self.total(
-            (group, group.most_held(slots) if group.grows else blocks_for(encoder_len, group.block_size))
-            for group in self.groups
-        )
+        counts = [0] * len(self.block_sizes)
+        for group in self.groups:
+            held = group.most_held(slots) if group.grows else blocks_for(encoder_len, group.block_size)
+            counts[group.pool] += held
+        return tuple(counts)
 
     def blocks_for_siblings(self, lengths: list[int], num_prompt_tokens: int) -> BlockCounts:
         """Most blocks of their own that sequences of `lengths` tokens hold, which share full prompt blocks."""
@@ -252,4 +257,4 @@ class KVSizing:
 
 def exceeds(needed: BlockCounts, there: BlockCounts) -> bool:
     """Return whether more blocks of a pool are needed than there are."""
-    return any(count > most for count, most in zip(needed, there, strict=True))
+    return needed[0] > there[0] or (len(needed) > 1 and needed[1] > there[1])
