@@ -2,7 +2,7 @@
 // defines them.
 //
 // Prompts are computed token by token, as decodes are, so no border between chunks can change a bit. The columns of a
-// state do not depend on each other: a slab of them, which the first-level cache holds, goes through a tile of tokens
+// state do not depend on each other: a slab of them, which the nearest caches hold, goes through a tile of tokens
 // before the next slab does. In between it is in scratch memory; the first token of a row reads a block of the cache in
 // place, and the last one of each block writes one.
 #include <cmath>
@@ -13,9 +13,10 @@
 namespace {
 
 constexpr int TILE = 16;  // tokens
-// Vectors in a row of a slab: as many as leave registers for the sums over its rows.
+// Vectors in a row of a slab: as many as leave registers for the sums over its rows. A decode reads memory faster in
+// longer rows.
 #if defined(PAGODA_AVX512)
-constexpr int MOST_VECTORS = 2;
+constexpr int MOST_VECTORS = 4;
 #else
 constexpr int MOST_VECTORS = 1;
 #endif
@@ -250,6 +251,7 @@ void scan(const Problem<T>& p, const RowGroup& group, int threads) {
 template <bool DELTA, class T>
 void by_width(const Problem<T>& p, const RowGroup& group, int threads) {
     if (p.value_dim() % (16 * MOST_VECTORS) == 0) return scan<DELTA, MOST_VECTORS, true>(p, group, threads);
+    if (p.value_dim() % 16 == 0) return scan<DELTA, 1, true>(p, group, threads);
     scan<DELTA, 1, false>(p, group, threads);
 }
 

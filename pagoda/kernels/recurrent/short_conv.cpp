@@ -28,7 +28,8 @@ struct Run {
                 f32x16 total = bias == nullptr ? f32x16{} : load_lanes(bias + i, n);
                 for (int64_t tap = 0; tap < num_taps; tap++) {
                     const T* from = input(t - num_taps + 1 + tap);
-                    if (from != nullptr) total = fma(load_lanes(weight + tap * dim + i, n), load_lanes(from + i, n), total);
+                    if (from == nullptr) continue;
+                    total = fma(load_lanes(weight + tap * dim + i, n), load_lanes(from + i, n), total);
                 }
                 store_lanes(out + t * dim + i, silu ? Silu::of(total) : total, n);
             });
