@@ -200,11 +200,11 @@ class ChatPrompts:
             token_ids = self._prompts.encode(written.text, written.add_special_tokens)
             return RenderedChat(written.plain, token_ids, self._media_of(written, token_ids))
         text, slots = (written.text, []) if known is None else self.places.put(written.text, known)
-        embeds = None
+        embeds, values = None, None
         if written.embeds:
             text, slots, values = self._put_embeds(text, slots, written.embeds)
         token_ids = self._tokenizer.encode_marked(text, written.add_special_tokens, slots)
-        if written.embeds:
+        if values is not None:
             ids = np.array(token_ids, np.int32)
             embeds = PromptEmbeds(np.flatnonzero(ids == _NO_TOKEN).astype(np.int32), values)
             ids[embeds.positions] = PLACEHOLDER_ID
