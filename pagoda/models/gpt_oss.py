@@ -29,8 +29,8 @@ class SinkAttention(DecoderAttention):
         self.sinks = Parameter[Tensor](Vector(self.heads.num_heads))
 
     def attend(self, ops: ForwardOps, q: Tensor, cache: KVLayer, metadata: AttentionMetadata) -> Tensor:
-        sinks = self.sinks.value, self.first_head
-        return ops.attention_with_sinks(q, cache, metadata, *sinks, self.scale, self.window)
+        how = self.scale, self.window, self.softcap, *self._bias()
+        return ops.attention(q, cache, metadata, *how, self.sinks.value)
 
 
 class GPTOSSLayer(LlamaLayer):

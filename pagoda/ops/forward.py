@@ -50,7 +50,6 @@ from pagoda.ops.shape_rules import (
     check_put_rows,
     check_rotary_write,
     check_short_conv,
-    check_sinks,
     check_tables,
     check_text,
     check_written,
@@ -268,6 +267,7 @@ class ForwardOps(Protocol):
         softcap=Scalar.F32,
         bias=Table(F32, optional=True),
         first=Scalar.I32,
+        sinks=Table("q", optional=True),
         out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
     )
     def attention(
@@ -280,41 +280,16 @@ class ForwardOps(Protocol):
         softcap: float = 0.0,
         bias: Tensor | None = None,
         first: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal paged attention, q [T, H, D] -> [T, H * D].
 
         window: the last `window` tokens, itself included (0: all). softcap: scores become
         softcap * tanh(score / softcap) (0: off). Reads the pages in place.
         bias: float32 [heads, 2 * M + 1], None for none: bias[head, M + distance] is added to a score, where distance is
-        the key's position less the query's, and M or -M if it is larger or less. The heads of q begin at row `first`.
-        """
-        ...
-
-    @op(
-        "attention",
-        check_sinks,
-        q=Rows(),
-        cache=Cache(writes=False),
-        metadata=Group(Slots.QUERIES, "cache"),
-        sinks=Table("q"),
-        first=Scalar.I32,
-        scale=Scalar.F32,
-        window=Scalar.I32,
-        out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
-    )
-    def attention_with_sinks(
-        self,
-        q: Tensor,
-        cache: KVLayer,
-        metadata: AttentionMetadata,
-        sinks: Tensor,
-        first: int,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """`attention` in which each head has a score of its own in the softmax, of no value: its sink.
-
-        sinks: one per head; those of q begin at `first`.
+        the key's position less the query's, and M or -M if it is larger or less.
+        sinks: [heads], None for none: in the softmax, each head has a score of its own, of no value.
+        first: the heads of q begin at this one of the bias and the sinks.
         """
         ...
 

@@ -85,8 +85,12 @@ def check_text(shapes: Shapes, arguments: Mapping[str, object]) -> None:
 
 
 def check_paged(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """There must be a sink for each head, if there are any; see `_check_bias`."""
     check_cache_heads(shapes, arguments)
     _check_bias(shapes, arguments)
+    sinks, first, heads = shapes["sinks"], arguments["first"], shapes["q"][1]
+    if sinks and (not isinstance(first, int) or first < 0 or sinks[0] < first + heads):
+        raise ValueError(f"{sinks[0]} sinks are not those of {heads} heads from {first} on")
 
 
 def _check_bias(shapes: Shapes, arguments: Mapping[str, object]) -> None:
@@ -144,14 +148,6 @@ def _check_scan(shapes: Shapes, per_token: Sequence[str], per_head: Sequence[str
     for name, count in numbers.items():
         if count != num_heads:
             raise ValueError(f"{name} {shapes[name]} does not have a number for each of the {num_heads} heads")
-
-
-def check_sinks(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    """There must be a sink for each head."""
-    check_cache_heads(shapes, arguments)
-    first, heads = arguments["first"], shapes["q"][1]
-    if not isinstance(first, int) or first < 0 or shapes["sinks"][0] < first + heads:
-        raise ValueError(f"{shapes['sinks'][0]} sinks are not those of {heads} heads from {first} on")
 
 
 def check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:

@@ -119,6 +119,5 @@ class PagedRows:
             return self.ops.latent_attention(q.contiguous(), rotated.contiguous(), self.cache, metadata, scale).flatten(
                 1
             )
-        if self.sinks is not None:
-            return self.ops.attention_with_sinks(q, self.cache, metadata, self.sinks, 2, scale, window)
-        return self.ops.attention(q, self.cache, metadata, scale, window, softcap, bias, 2 if bias is not None else 0)
+        first = 0 if bias is None and self.sinks is None else 2
+        return self.ops.attention(q, self.cache, metadata, scale, window, softcap, bias, first, self.sinks)

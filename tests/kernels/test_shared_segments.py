@@ -86,10 +86,10 @@ def attend(
     if geometry.latent:
         latent, rope = q.split((geometry.latent, geometry.head_dim), dim=-1)
         return ops.latent_attention(latent.contiguous(), rope.contiguous(), cache, metadata, scale)
-    if kind == "sinks":
-        return ops.attention_with_sinks(q, cache, metadata, torch.linspace(-1, 4, heads).to(q.dtype), 0, scale, 0)
     bias = torch.linspace(-1, 1, 65).repeat(heads, 1) if kind == "bias" else None
-    return ops.attention(q, cache, metadata, scale, 500 if kind == "window" else 0, 30.0 * (kind == "softcap"), bias, 0)
+    sinks = torch.linspace(-1, 4, heads).to(q.dtype) if kind == "sinks" else None
+    window, softcap = 500 * (kind == "window"), 30.0 * (kind == "softcap")
+    return ops.attention(q, cache, metadata, scale, window, softcap, bias, 0, sinks)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)

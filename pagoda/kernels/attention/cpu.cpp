@@ -200,7 +200,7 @@ struct Bias {
 
 // Head sizes of a cache are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's included.
 template <class Args>
-Problem paged_problem(const Args& a, int window, float softcap, const void* sinks) {
+Problem paged_problem(const Args& a, int window, float softcap) {
     const KVPages& cache = a.cache;
     const RowGroup& rows = *a.metadata;
     Problem p{a.q.dtype,
@@ -225,9 +225,7 @@ Problem paged_problem(const Args& a, int window, float softcap, const void* sink
               static_cast<int>(cache.block_size),
               window,
               a.scale,
-              softcap,
-              true,
-              sinks};
+              softcap};
     p.last_seen = rows.last_seen;
     return p;
 }
@@ -243,20 +241,16 @@ void attend_paged(const Problem& p, int32_t dtype, int64_t num_tokens, int threa
 }  // namespace
 
 PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
-    Problem p = paged_problem(*a, a->window, a->softcap, nullptr);
+    Problem p = paged_problem(*a, a->window, a->softcap);
     Bias(a->bias, a->first).set(p);
-    attend_paged(p, a->cache.dtype, a->q.rows, threads);
-}
-
-PAGODA_EXPORT void pagoda_attention_with_sinks(const AttentionWithSinksArgs* a, int32_t threads) {
     int64_t element_bytes = a->q.dtype == F32 ? 4 : 2;
-    const void* sinks = static_cast<const char*>(a->sinks.data) + a->first * element_bytes;
-    attend_paged(paged_problem(*a, a->window, 0.0f, sinks), a->cache.dtype, a->q.rows, threads);
+    if (a->sinks.data != nullptr) p.sinks = static_cast<const char*>(a->sinks.data) + a->first * element_bytes;
+    attend_paged(p, a->cache.dtype, a->q.rows, threads);
 }
 
 // Not of an int8 cache: a key's two parts would have two scales.
 PAGODA_EXPORT void pagoda_latent_attention(const LatentAttentionArgs* a, int32_t threads) {
-    Problem p = paged_problem(*a, 0, 0.0f, nullptr);
+    Problem p = paged_problem(*a, 0, 0.0f);
     p.rope_dim = static_cast<int>(a->cache.head_dim);
     p.q_rope = a->q_rotated.data;
     p.q_rope_stride = a->q_rotated.stride;

@@ -9,7 +9,6 @@ import torch
 from pagoda.kernels.attention.reference import (
     Scoring,
     attention_by,
-    attention_with_sinks_by,
     bidirectional_attention_by,
     by_distance,
     latent_attention_by,
@@ -163,6 +162,5 @@ def _gather_chunk(
 
 
 attention = partial(attention_by, _attend_paged)
-attention_with_sinks = partial(attention_with_sinks_by, _attend_paged)
 latent_attention = partial(latent_attention_by, _attend_paged)
 bidirectional_attention = partial(bidirectional_attention_by, _attend_bidirectionally)

@@ -44,24 +44,11 @@ def attention_by(
     softcap: float = 0.0,
     bias: torch.Tensor | None = None,
     first: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `ForwardOps.attention`."""
-    own = None if bias is None else bias[first : first + q.shape[1]]
-    return attend(q, cache, metadata, Scoring(scale, window, softcap, own))
-
-
-def attention_with_sinks_by(
-    attend: AttendPaged,
-    q: torch.Tensor,
-    cache: KVLayer,
-    metadata: AttentionMetadata,
-    sinks: torch.Tensor,
-    first: int,
-    scale: float,
-    window: int = 0,
-) -> torch.Tensor:
-    """Compute `ForwardOps.attention_with_sinks`."""
-    return attend(q, cache, metadata, Scoring(scale, window, sinks=sinks[first : first + q.shape[1]]))
+    own_bias, own_sinks = (None if of is None else of[first : first + q.shape[1]] for of in (bias, sinks))
+    return attend(q, cache, metadata, Scoring(scale, window, softcap, own_bias, own_sinks))
 
 
 def latent_attention_by(
@@ -166,6 +153,5 @@ def gather_context(
 
 
 attention = partial(attention_by, _attend)
-attention_with_sinks = partial(attention_with_sinks_by, _attend)
 latent_attention = partial(latent_attention_by, _attend)
 bidirectional_attention = partial(bidirectional_attention_by, _attend_both_ways)

@@ -338,10 +338,11 @@ class PagedAttention:
         softcap: float = 0.0,
         bias: torch.Tensor | None = None,
         first: int = 0,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See reference.attention. With a bias, in plain torch."""
-        if bias is not None:
-            return library.attention(q, cache, metadata, scale, window, softcap, bias, first)
+        """See reference.attention. With a bias or sinks, in plain torch."""
+        if bias is not None or sinks is not None:
+            return library.attention(q, cache, metadata, scale, window, softcap, bias, first, sinks)
         tokens, num_heads, head_dim = q.shape
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
