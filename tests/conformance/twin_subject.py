@@ -27,6 +27,7 @@ class TwinSubject(TwinScheduler):
 
     def state(self) -> Record:
         state = super().state()
+        state["free_blocks"] = sum(state["free_blocks"])  # of all pools
         if len(self.memory.groups) == 1:
             state["blocks"] = {request_id: counts[0] for request_id, counts in state["blocks"].items()}
         return state
