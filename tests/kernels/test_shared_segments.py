@@ -3,6 +3,7 @@
 import ctypes
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def filled(geometry: Geometry) -> KVLayer:
 
 
 def attend(
-    ops: NativeOps, geometry: Geometry, q: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, kind: str
+    ops: Any, geometry: Geometry, q: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, kind: str
 ) -> torch.Tensor:
     heads, scale = geometry.num_heads, 0.2
     if geometry.latent:
