@@ -103,6 +103,18 @@ OF_FAMILY: dict[str, dict[str, str]] = {
         "vision_config.dtype": _OF_TEXT,
         "vision_config.tokens_per_second": "of videos, which are refused",
     },
+    "mamba2": {
+        **dict.fromkeys(("time_step_rank", "time_step_min", "time_step_max", "time_step_floor"), _TRAINING),
+        "rescale_prenorm_residual": _TRAINING,
+        "residual_in_fp32": "of the order of rounding",
+        "chunk_size": "computes the same in parts",
+    },
+    "granitemoehybrid": {"mamba_chunk_size": "computes the same in parts"},
+    "bamba": {
+        "mamba_chunk_size": "computes the same in parts",
+        "z_loss_coefficient": _TRAINING,
+        "num_logits_to_keep": _BOOKKEEPING,
+    },
     "modernbert": {"deterministic_flash_attn": _TRAINING, "decoder_bias": _OTHER_HEAD},
     "whisper": {
         **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens", "decoder_start_token_id"), _GENERATION),
