@@ -105,7 +105,7 @@ class KVCacheManager:
     def most_blocks(self, request: RequestState) -> BlockCounts:
         """Return the most blocks that the request's known tokens hold at once. Pools with fewer can never serve it."""
         num_tokens, encoder_len = len(request.unfinished[0].token_ids), request.spec.encoder_len
-        return _sum(self.sizing.blocks_for_request(num_tokens, encoder_len), self._blocks_of_siblings(request))
+        return self._with_siblings(self.sizing.blocks_for_request(num_tokens, encoder_len), request)
 
     def why_no_blocks(
         self,
@@ -126,7 +126,7 @@ class KVCacheManager:
         if self._admit_whole_prompt:
             num_known = len(request.unfinished[0].token_ids)
             whole = self._blocks_to_admit(num_known, prefix, encoder_len, capped=True)
-            need = tuple(map(max, need, _sum(whole, self._blocks_of_siblings(request))))
+            need = tuple(map(max, need, self._with_siblings(whole, request)))
         return self._why_short(need, num_freed, others_run=others_run)
 
     def why_no_swap_in(
@@ -169,11 +169,12 @@ class KVCacheManager:
             kept.append(int(np.logical_and.accumulate(held).sum()))
         return min(kept) * self.sizing.block_size
 
-    def _blocks_of_siblings(self, request: RequestState) -> BlockCounts:
+    def _with_siblings(self, of_first: BlockCounts, request: RequestState) -> BlockCounts:
+        """Add the blocks of the request's other sequences to those of its first."""
+        if not request.siblings:
+            return of_first
         lengths = [len(sequence.token_ids) for sequence in request.siblings]
-        if not lengths:
-            return self.sizing.nothing
-        return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens)
+        return _sum(of_first, self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens))
 
     def _blocks_to_admit(
         self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False

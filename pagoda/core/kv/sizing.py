@@ -232,10 +232,6 @@ class KVSizing:
             counts[group.pool] += count
         return tuple(counts)
 
-    @property
-    def nothing(self) -> BlockCounts:
-        return (0,) * len(self.block_sizes)
-
     def blocks_for_request(self, num_tokens: int, encoder_len: int = 0) -> BlockCounts:
         """Most blocks of each pool that one sequence holds at once while it grows to `num_tokens` tokens.
 
