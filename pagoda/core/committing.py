@@ -215,14 +215,14 @@ def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunn
     rows, blocks = find_spoiled(result.failed, readers, output, state.in_flight.outputs, state.kv)
     sequences = [state.table.sequence_of[row] for row in rows]
     spoiled: set[RequestState] = set()
-    for row, message in result.failed.items():
-        sequence = state.table.sequence_of[row]
-        if sequence is None:
-            continue
-        if not raised:
+    owners = {row: one for row in result.failed if (one := state.table.sequence_of[row]) is not None}
+    if not raised:  # before the first one ends: with a beam, all leave their rows
+        for sequence in owners.values():
             state.kv.uncache(sequence)  # its numbers may have been wrong before they showed in the logits
+    for row, sequence in owners.items():
         if sequence.is_finished:
             continue
+        message = result.failed[row]
         request = sequence.request
         state.events.write(Failed(*state.events.at(request.spec), output.step, message))
         if row in state.batch.leaders and len(request.unfinished) > 1 and not request.spec.is_beam_search:

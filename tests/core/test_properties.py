@@ -464,6 +464,28 @@ def test_equal_blocks_of_another_request_are_found_after_a_row_has_failed_alone(
     traffic.drain()
 
 
+def test_blocks_of_each_beam_that_fails_are_not_found() -> None:
+    """The search ends with the first of them, and all its beams leave their rows."""
+    setting = Setting(
+        SchedulerOptions(max_num_seqs=3, max_num_batched_tokens=24),
+        CacheConfig(block_size=4, enable_prefix_caching=True, watermark=0.0),
+        num_blocks=20,
+        max_model_len=40,
+        beams=True,
+    )
+    traffic = Traffic(setting)
+    beams = SamplingParams(n=3, max_tokens=12, beam_search=BeamSearchOptions())
+    traffic.add(make_request(1, [1] * 5, beams, pin=Pin(9, "a")))
+    for _ in range(8):
+        traffic.step()
+    traffic.plan(lambda output: Failure(frozenset(output.rows.tolist())))
+    tables, found = [row.tables[0] for row in traffic.worker.rows.values()], traffic.scheduler._state.kv.prefix_cache
+    assert len({table[2] for table in tables}) == 3, "each beam has a full block of its own"
+    traffic.deliver()
+    assert found._hash_of.keys().isdisjoint(block for table in tables for block in table)
+    traffic.drain()
+
+
 def test_copies_of_a_step_that_computes_nothing_are_measured() -> None:
     """The second preemption is decided by what the copies of the first took, in a step of copies only."""
     setting = Setting(

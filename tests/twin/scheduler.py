@@ -1039,9 +1039,10 @@ class TwinScheduler:
         waiting = {request_id for item in lost for request_id in self.encoder.cache.holders.get(item, ())}
         spoiled, bad = self._spoiled_by(failed, lost, waiting)
         touched: set[TwinRequest] = set()
-        for entry in failed:
+        for entry in failed:  # all of them, before the first one ends, and with it its search
             if not raised and entry.epoch >= entry.state.drop_before:
                 self._forget_all(entry)
+        for entry in failed:
             if self._counts(entry):
                 self.events.append(Failed(*self._at(entry.state), step.number, message))
                 if self._fail_sequence(entry.state, entry.sequence):
