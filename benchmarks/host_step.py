@@ -76,7 +76,7 @@ class TimedWorker:
     def measure(self, sizes: Sequence[StepSize]) -> Capacity:
         return Capacity("host", 0, 0)
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+    def set_pools(self, *counts: int) -> None:
         pass
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:

@@ -55,8 +55,8 @@ class StepLog:
     def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
         return self._inner.start(sizes)
 
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._inner.set_pools(num_blocks, num_host_blocks)
+    def set_pools(self, *counts: int) -> None:
+        self._inner.set_pools(*counts)
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         begin_s = time.process_time()

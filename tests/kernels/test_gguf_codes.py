@@ -82,7 +82,8 @@ def test_parts_of_different_kinds_keep_them(native: Any, reference: Any, bias: b
     got = native.linear(x, native.prepare_quantized_linear(weight, torch.float32, add))
     values = torch.cat([codes_of(part).dequantize() for part in weight.parts])
     expected = reference.linear(x, reference.prepare_linear(values, add))
-    torch.testing.assert_close(got, expected, rtol=0, atol=0.015 * float(expected.abs().max()))
+    # x has 8 bits, of 128 in a row one step.
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.03 * float(expected.abs().max()))
 
 
 def test_kernels_without_codes_of_two_kinds_get_8_bits() -> None:
