@@ -5,6 +5,7 @@ import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import BeamSearchOptions
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
 from pagoda.core.request import MediaItem, RequestStatus
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from tests.core.rig import FILL, PlannedStep, Rig
@@ -75,6 +76,22 @@ def test_blocks_of_a_row_that_fails_alone_are_not_found_whichever_step_filled_th
     step = rig.plan()
     assert fail(rig, step, *step.output.rows.tolist()) == {"a": RequestStatus.FINISHED_ERROR}
     assert cached_tokens(rig, PROMPT) == 0
+
+
+@pytest.mark.parametrize("raised", [True, False], ids=["step", "row"])
+@pytest.mark.parametrize("group", [KVGroupSpec(KVGroupKind.WINDOW, 3), KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW)])
+def test_blocks_that_the_window_of_a_row_has_left_are_not_found_after_it_fails_alone(
+    group: KVGroupSpec, raised: bool
+) -> None:
+    """What is not finite since the first chunk shows in the logits, which are those of the last one."""
+    rig = overlapping(max_num_batched_tokens=4, max_num_seqs=4, groups=(group,))
+    rig.add("a", 25)
+    for _ in range(6):
+        rig.step()
+    step, prompt = rig.plan(), rig.requests[0].prompt_token_ids.tolist()
+    assert rig.scheduler._state.kv.num_blocks_held([0]) < [6], "it has left some"
+    assert fail(rig, step, *([] if raised else [0])) == {"a": RequestStatus.FINISHED_ERROR}
+    assert cached_tokens(rig, prompt) == (24 if raised else 0)
 
 
 @pytest.mark.parametrize("raised", [True, False], ids=["step", "row"])

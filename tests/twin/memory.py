@@ -59,11 +59,12 @@ class Memory:
                 numbers += table[start // size : blocks_for(end, size)]
         return {self.pool.blocks[number].stamp for number in numbers if number != NULL}
 
-    def equal_blocks(self, request: Request, tokens: list[int]) -> set[int]:
-        """All blocks that hold what the full blocks of these tokens do."""
+    def equal_blocks(self, request: Request, tokens: list[int], *, of_windows: bool = False) -> set[int]:
+        """All blocks that hold what the full blocks of these tokens do; in groups with a window, or in all."""
         contents = [
             self.content(group, request, tokens, end)
-            for group, size in enumerate(self.sizes)
+            for group, (spec, size) in enumerate(zip(self.groups, self.sizes, strict=True))
+            if spec.window or not of_windows
             for end in range(size, len(tokens) + 1, size)
         ]
         return {number for content in contents for number in self.pool.known.get(content, ())}

@@ -1112,10 +1112,12 @@ class TwinScheduler:
         """Nothing that the sequence has computed may be found."""
         if not self.memory.caching:
             return
-        sequence = entry.sequence
+        request, sequence = entry.state.request, entry.sequence
         numbers = {number for table in sequence.tables for number in table if number != NULL}
         if sequence.finished or not sequence.started:
-            numbers = self.memory.equal_blocks(entry.state.request, sequence.tokens)
+            numbers = self.memory.equal_blocks(request, sequence.tokens)
+        else:  # it does not know any more which blocks its windows have left
+            numbers |= self.memory.equal_blocks(request, sequence.tokens[: sequence.computed], of_windows=True)
         self.pool.forget_blocks(numbers)
 
     def _fail_sequence(self, state: TwinRequest, sequence: TwinSequence) -> bool:

@@ -329,7 +329,8 @@ class PrefixCache:
         self.num_cached[row] = min(first, last)
 
     def uncache(self, sequence: Sequence, tables: tuple[np.ndarray, ...]) -> None:
-        """The sequence's KV cannot be trusted: remove the blocks of its row, or all found by its hashes.
+        """The sequence's KV cannot be trusted: remove the blocks of its row, and all that its hashes find where its
+        tables do not tell: in every group without a row, with one in those whose window has left the first blocks.
 
         tables: of its row, if it has one, per KV group.
         """
@@ -337,15 +338,18 @@ class PrefixCache:
             return
         row = sequence.row
         if row >= 0:
+            chain = self._chains.get(sequence)
+            hashes = [] if chain is None else chain.hashes[: int(self.num_cached[row])]
             self.num_cached[row] = max(map(len, tables))
-            for group in self._groups:
-                self.uncache_blocks(tables[group.index])
         else:
             hashes = self.hash_tokens(sequence).hashes
-            for group in self._groups:
+        for group in self._groups:
+            if row >= 0:
+                self.uncache_blocks(tables[group.index])
+            if row < 0 or group.is_window:
                 self.uncache_blocks(np.array(self.blocks_with(group.index, hashes), np.int32))
-            if sequence.is_finished:
-                self.remove_hashes(sequence)
+        if sequence.is_finished:
+            self.remove_hashes(sequence)
 
     def uncache_blocks(self, blocks: np.ndarray) -> None:
         """Remove `blocks`, of any group, from the cache. 0 is the null block."""
