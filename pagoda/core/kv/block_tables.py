@@ -47,6 +47,7 @@ class BlockTables:
         self.groups = sizing.groups
         self.growing = tuple(group for group in sizing.groups if group.grows)
         self._growing_in = [tuple(group for group in self.growing if group.pool == pool) for pool in range(len(pools))]
+        self._later_pools = range(1, len(pools))
         self.windows = tuple(group for group in sizing.groups if group.is_window)
         self._cross = tuple(group for group in sizing.groups if not group.grows)
         self._table = table
@@ -107,12 +108,13 @@ class BlockTables:
 
     def _num_fitting(self, rows: np.ndarray, missing: list[np.ndarray]) -> int:
         """Return how many leading `rows` certainly find their blocks, copies included; 0 only if the first does not."""
-        count, tails = len(rows), list(self._shared_tails)
-        for pool, groups, most in zip(self.pools, self._growing_in, missing, strict=True):
-            if tails:  # a copy for each, although the last one writes in place
-                most = most + np.isin(rows, tails)
-            if int(most.sum()) * len(groups) > pool.num_free:
-                count = min(count, int(np.count_nonzero(np.cumsum(most) * len(groups) <= pool.num_free)))
+        count = len(rows)
+        for pool, most in enumerate(missing):
+            if self._shared_tails:  # a copy for each, although the last one writes in place
+                most = most + np.isin(rows, list(self._shared_tails))
+            free = self.pools[pool].num_free // max(len(self._growing_in[pool]), 1)
+            if int(most.sum()) > free:
+                count = min(count, int(np.count_nonzero(np.cumsum(most) <= free)))
         if count:
             return count
         first = int(rows[0])
@@ -172,15 +174,16 @@ class BlockTables:
             for row in rows.tolist():  # in running order: the last one of a block writes in place
                 self._unshare_tail(row)
         for pool, lacking in enumerate(missing):
-            self._grow(pool, rows, lacking[:count])
+            if total := int(lacking[:count].sum()):
+                self._grow(pool, rows, lacking[:count], total)
         self._reserve(rows)
         return count
 
-    def _grow(self, pool: int, rows: np.ndarray, missing: np.ndarray) -> None:
-        """Allocate `missing` new blocks at the end of the tables of `rows`, in each growing group of the pool."""
-        total = int(missing.sum())
-        if not total:
-            return
+    def _grow(self, pool: int, rows: np.ndarray, missing: np.ndarray, total: int) -> None:
+        """Allocate `missing` new blocks at the end of the tables of `rows`, in each growing group of the pool.
+
+        total: of `missing`, one at least.
+        """
         have, groups = self.num_blocks[pool][rows], self._growing_in[pool]
         if total == len(rows) and missing.max() == 1:
             where, index = rows, have
@@ -221,10 +224,9 @@ class BlockTables:
 
     def _reserve(self, rows: np.ndarray) -> None:
         """Note up to where `rows` can continue without the KV manager."""
-        sizes = self._sizing.block_sizes
-        until = self.num_blocks[0][rows] * sizes[0]
-        for used, block_size in zip(self.num_blocks[1:], sizes[1:], strict=True):
-            until = np.minimum(until, used[rows] * block_size)
+        until = self.num_blocks[0][rows] * self._sizing.block_sizes[0]
+        for pool in self._later_pools:
+            until = np.minimum(until, self.num_blocks[pool][rows] * self._sizing.block_sizes[pool])
         until -= self._sizing.num_lookahead_slots
         for group in self.windows:
             until = np.minimum(until, group.next_passed_at(self.num_released[group.index][rows]))
