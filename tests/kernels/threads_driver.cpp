@@ -152,7 +152,9 @@ void attention() {
     RowGroup group{starts, lengths, table.data(), nullptr, nullptr, 70, 70, BLOCK, 2, 0};
     constexpr int64_t STRIDE = 2 * BLOCK * DIM;
     KVPages pages{k.data(), v.data(), nullptr, nullptr, STRIDE, STRIDE, 0, BLOCKS, 2, BLOCK, DIM, DIM, F32, 0};
-    AttentionArgs args{rows(q.data(), TOKENS, 4, DIM), pages, &group, 0.2f, 0, 0.0f, {}, 0, rows(one.data(), TOKENS, 1, 4 * DIM)};
+    AttentionArgs args{};
+    args.q = rows(q.data(), TOKENS, 4, DIM), args.out = rows(one.data(), TOKENS, 1, 4 * DIM);
+    args.cache = pages, args.metadata = &group, args.scale = 0.2f;
     pagoda_attention(&args, 1);
     args.out.data = many.data();
     for (int i = 0; i < 20; i++) pagoda_attention(&args, 4);
