@@ -255,7 +255,7 @@ _ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|.)")
 
 
 def _value_of(string: str) -> str:
-    """Return what a string in quotes stands for."""
+    """Return the text of a string in quotes."""
 
     def meant(found: re.Match[str]) -> str:
         escaped = found[1]

@@ -1,4 +1,4 @@
 """Ollama's API. Begin with dialect.py: the routes that generate, from a body to a turn, and from a turn to an answer.
 
-bodies.py: what is asked; models.py: what is told of models; names.py: pull, copy and delete.
+bodies.py: the requests; models.py: the lists of models; names.py: pull, copy and delete.
 """
