@@ -85,7 +85,8 @@ class Reader:
     """Times a plain read by the kernels' threads: a search for the largest of float32 numbers."""
 
     def __init__(self, ops: NativeOps) -> None:
-        numbers = huge_zeros(_LEAST_BYTES).view(torch.float32).view(ops.threads, -1)
+        flat = huge_zeros(_LEAST_BYTES).view(torch.float32)
+        numbers = flat[: len(flat) // ops.threads * ops.threads].view(ops.threads, -1)
         self._numbers, self._ops = numbers.fill_(1), ops  # pages that are not written are all one page
 
     def gb_s(self) -> float:
