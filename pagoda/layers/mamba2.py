@@ -58,7 +58,7 @@ class Mamba2(Module):
         self.a_log, self.dt_bias, self.d = (
             Parameter[Tensor](Vector(shape.num_heads, is_float32=True)) for _ in range(3)
         )
-        self.norm = Parameter[Tensor](Vector(shape.inner_size))
+        self.norm: Parameter[Tensor] | None = Parameter[Tensor](Vector(shape.inner_size))
         self.out_proj = Linear(shape.inner_size, (Part("out_proj", hidden_size),), shape.bias)
         self.shape, self.norm_eps, self.gate_first = shape, norm_eps, gate_first
         states = (shape.num_heads, shape.state_size, shape.head_dim)
@@ -85,17 +85,27 @@ class Mamba2(Module):
         last: bool,
     ) -> tuple[Tensor, Tensor]:
         """See Attention."""
-        shape, y = self.shape, self.in_proj(ops, x)
-        z = ops.select_heads(y, 0, 1, shape.inner_size)
-        xbc = ops.select_heads(y, shape.inner_size, 1, shape.conv_size)
-        dt = ops.select_heads(y, shape.inner_size + shape.conv_size, 1, shape.num_heads)
+        shape = self.shape
+        z, xbc, dt = self.project(ops, x)
         states, metadata = kv[self.place.index], batch.metadata[self.place.group]
         bias = None if self.bias is None else self.bias.value
         xbc = ops.short_conv(xbc, self.taps.value, bias, states, metadata, silu=True)
         heads = self.a_log.value, self.dt_bias.value, self.d.value
-        y = ops.mamba2(xbc, dt, *heads, states, metadata, shape.dt_min, shape.dt_max)
-        y = ops.select_heads(y, 0, shape.num_groups, shape.inner_size // shape.num_groups)
-        y = ops.gated_rms_norm(y, z, self.norm.value, self.norm_eps, self.gate_first)
+        y = self.gate(ops, ops.mamba2(xbc, dt, *heads, states, metadata, shape.dt_min, shape.dt_max), z)
         if last:
             y, residual = (ops.select_rows(rows, batch.tail.index) for rows in (y, residual))
         return self.out_proj(ops, y), residual
+
+    def project(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return z, what the convolution takes, and the time steps."""
+        shape, y = self.shape, self.in_proj(ops, x)
+        z = ops.select_heads(y, 0, 1, shape.inner_size)
+        xbc = ops.select_heads(y, shape.inner_size, 1, shape.conv_size)
+        return z, xbc, ops.select_heads(y, shape.inner_size + shape.conv_size, 1, shape.num_heads)
+
+    def gate(self, ops: ForwardOps, y: Tensor, z: Tensor) -> Tensor:
+        """y, z [T, inner_size] -> the same shape."""
+        assert self.norm is not None
+        groups = self.shape.num_groups
+        y = ops.select_heads(y, 0, groups, self.shape.inner_size // groups)
+        return ops.gated_rms_norm(y, z, self.norm.value, self.norm_eps, self.gate_first)

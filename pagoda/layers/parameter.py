@@ -194,10 +194,12 @@ class Taps:
     """Weights of a convolution over tokens in each channel by itself, in the compute dtype.
 
     Stored [channels, 1, taps], the newest token last; held as [taps, channels].
+    factors: adjacent runs of channels, and what the taps of each are multiplied by; empty for 1.
     """
 
     channels: int
     taps: int
+    factors: tuple[tuple[int, float], ...] = ()
 
 
 Declaration = Table | Vector | Matrix | RotaryTable | BiasTable | Taps

@@ -157,8 +157,11 @@ class Filler:
                 )
             case Vector():
                 return self._vector(path, declared)
-            case Taps(channels, taps):
+            case Taps(channels, taps, factors):
                 stored = self._tensor(path, (channels, 1, taps), torch.float32)
+                if factors:
+                    counts = torch.tensor([count for count, _ in factors])
+                    stored *= torch.tensor([factor for _, factor in factors]).repeat_interleave(counts).view(-1, 1, 1)
                 return stored.squeeze(1).T.to(self._dtype).contiguous()
             case RotaryTable():
                 return self._rotary_tables(declared)

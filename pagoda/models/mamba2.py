@@ -103,14 +103,20 @@ def read(config: ConfigReader) -> Mamba2Config:
     return Mamba2Config.of(changed, shape, decoder.norm_eps, range(decoder.spec.num_layers))
 
 
-def read_mamba_shape(config: ConfigReader, hidden_size: int) -> Mamba2Shape:
-    """Read the shape of the recurrent layers of a hybrid, by the names that most have."""
-    inner_size, num_heads = config.integer("mamba_expand", 2) * hidden_size, config.integer("mamba_n_heads", 128)
+def read_mamba_shape(config: ConfigReader, hidden_size: int, inner_size_key: str | None = None) -> Mamba2Shape:
+    """Read the shape of the recurrent layers of a hybrid, by the names that most have.
+
+    inner_size_key: of a setting that goes before `mamba_expand`.
+    """
+    inner_size, size_name = config.integer("mamba_expand", 2) * hidden_size, "mamba_expand * hidden_size"
+    if inner_size_key is not None and config.has(inner_size_key):
+        inner_size, size_name = config.integer(inner_size_key), inner_size_key
+    num_heads = config.integer("mamba_n_heads", 128)
     if inner_size % num_heads:
-        raise config.wrong("mamba_n_heads", f"a divisor of mamba_expand * hidden_size = {inner_size}")
+        raise config.wrong("mamba_n_heads", f"a divisor of {size_name} = {inner_size}")
     head_dim = inner_size // num_heads
     if config.has("mamba_d_head") and config.get("mamba_d_head") not in ("auto", head_dim):
-        raise config.wrong("mamba_d_head", f"'auto' or mamba_expand * hidden_size / mamba_n_heads = {head_dim}")
+        raise config.wrong("mamba_d_head", f"'auto' or {size_name} / mamba_n_heads = {head_dim}")
     num_groups = config.integer("mamba_n_groups", 1)
     if num_heads % num_groups:
         raise config.wrong("mamba_n_groups", f"a divisor of mamba_n_heads = {num_heads}")
@@ -145,16 +151,16 @@ _INFINITE = (inf, "inf", "Infinity", {"__float__": "Infinity"})
 """How configurations spell it."""
 
 
-def mixer_names(name: str) -> tuple[tuple[str, str], ...]:
-    """Return the substitutions for what a Mamba2 has. It is called `name` in checkpoints."""
+def mixer_names(name: str, path: str = "self_attn") -> tuple[tuple[str, str], ...]:
+    """Return the substitutions for what a Mamba2 has. It is `path` in a layer, and called `name` in checkpoints."""
     return (
-        (r"\.self_attn\.(in_proj|out_proj)\.", rf".{name}.\1."),
-        (r"\.self_attn\.taps$", f".{name}.conv1d.weight"),
-        (r"\.self_attn\.bias$", f".{name}.conv1d.bias"),
-        (r"\.self_attn\.a_log$", f".{name}.A_log"),
-        (r"\.self_attn\.dt_bias$", f".{name}.dt_bias"),
-        (r"\.self_attn\.d$", f".{name}.D"),
-        (r"\.self_attn\.norm$", f".{name}.norm.weight"),
+        (rf"\.{path}\.(in_proj|out_proj)\.", rf".{name}.\1."),
+        (rf"\.{path}\.taps$", f".{name}.conv1d.weight"),
+        (rf"\.{path}\.bias$", f".{name}.conv1d.bias"),
+        (rf"\.{path}\.a_log$", f".{name}.A_log"),
+        (rf"\.{path}\.dt_bias$", f".{name}.dt_bias"),
+        (rf"\.{path}\.d$", f".{name}.D"),
+        (rf"\.{path}\.norm$", f".{name}.norm.weight"),
     )
 
 

@@ -11,6 +11,7 @@ from pagoda.models.cohere import COHERE, COHERE2
 from pagoda.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pagoda.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from pagoda.models.exaone4 import EXAONE4
+from pagoda.models.falcon_h1 import FALCON_H1
 from pagoda.models.gemma2 import GEMMA2
 from pagoda.models.gemma3 import GEMMA3
 from pagoda.models.gemma4 import GEMMA4
@@ -82,6 +83,7 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         MAMBA2,
         GRANITE4,
         BAMBA,
+        FALCON_H1,
         SEED_OSS,
         ARCEE,
         APERTUS,

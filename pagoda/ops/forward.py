@@ -184,7 +184,7 @@ class ForwardOps(Protocol):
         """x + residual."""
         ...
 
-    @op("rows", x=Rows(contiguous=True), factor=Scalar.F32, out=like("x"))
+    @op("rows", x=Rows(), factor=Scalar.F32, out=like("x"))
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x * factor."""
         ...

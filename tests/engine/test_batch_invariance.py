@@ -322,9 +322,9 @@ def test_other_ways_to_attend(name: str, num_groups: int, tmp_path: Path, on_the
     assert not missing, counts
 
 
-OTHER_FAMILIES = {"gpt-oss": 3, "gemma2": 3, "cohere": 1, "gpt-neox": 1, "gpt2": 1, "qwen2-moe": 1}
-"""Model -> its KV groups: sinks; soft caps; parallel blocks that turn pairs of neighbours, and a part of each head;
-learned positions; shared experts."""
+OTHER_FAMILIES = {"gpt-oss": 3, "gemma2": 3, "cohere": 1, "gpt-neox": 1, "gpt2": 1, "qwen2-moe": 1, "falcon-h1": 1}
+"""Model -> its KV groups, without that of states: sinks; soft caps; parallel blocks that turn pairs of neighbours, and
+a part of each head; learned positions; shared experts; attention and states in each layer."""
 
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)

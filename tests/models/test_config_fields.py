@@ -110,6 +110,7 @@ OF_FAMILY: dict[str, dict[str, str]] = {
         "chunk_size": "computes the same in parts",
     },
     "granitemoehybrid": {"mamba_chunk_size": "computes the same in parts"},
+    "falcon_h1": {"mamba_chunk_size": "computes the same in parts", "num_logits_to_keep": _BOOKKEEPING},
     "bamba": {
         "mamba_chunk_size": "computes the same in parts",
         "z_loss_coefficient": _TRAINING,

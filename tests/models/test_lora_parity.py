@@ -65,6 +65,7 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
         {"r": 4, "target_modules": ["k_proj", "output_linear"]},
     ],
     "bamba": [{"r": 8, "target_modules": ["in_proj", "out_proj", "q_proj", "gate_proj", "down_proj"]}],
+    "falcon-h1": [{"r": 8, "target_modules": ["in_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]}],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],
 }
 

@@ -19,6 +19,7 @@ from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.loading.shares import read_share
 from tests.cached_models import cached_model
+from tests.device_under_test import WITH_STATES
 from tests.models.adapters import LINEAR, RowsWithAdapters, add_adapter, save_adapters
 from tests.models.gguf_writer import write_gguf
 from tests.models.packed_writer import Packing, write_packed
@@ -111,7 +112,7 @@ def assert_as_one(size: int, files: ModelFiles, tolerance: float = 1e-4, **load:
 
 @pytest.mark.parametrize(
     "name",
-    slow_except(QUICK, [name for name in CONFIGS if not name.startswith(("lfm2", "mamba2", "granite4", "bamba"))]),
+    slow_except(QUICK, [name for name in CONFIGS if not name.startswith(WITH_STATES)]),
 )
 def test_two_ranks_compute_what_one_computes(name: str, folders: Folders) -> None:
     assert_as_one(2, identify(folders(name)))

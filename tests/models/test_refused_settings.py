@@ -252,17 +252,19 @@ def test_what_does_not_go_with_states_is_refused_at_start(options: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("name", "changes", "said"),
     [
-        ({"layer_types": ["conv", "full_attention", "conv", "mamba"]}, "layer_types"),
-        ({"layer_types": ["conv", "full_attention"]}, "4 times full_attention or conv"),
-        ({"conv_L_cache": 1}, "conv_L_cache = 1"),
-        ({"block_ffn_dim_multiplier": 0.0001}, "leaves MLPs without elements"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "mamba"]}, "layer_types"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "4 times full_attention or conv"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
+        ("lfm2", {"block_ffn_dim_multiplier": 0.0001}, "leaves MLPs without elements"),
+        ("falcon-h1", {"mamba_d_ssm": 100}, "mamba_n_heads = 6, expected a divisor of mamba_d_ssm = 100"),
+        ("falcon-h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers = .*, expected 2 positive numbers"),
     ],
     ids=str,
 )
-def test_wrong_settings_of_lfm2(changes: dict[str, object], said: str, tmp_path: Path):
-    save(make_model("lfm2"), tmp_path)
+def test_wrong_settings_of_models_with_states(name: str, changes: dict[str, object], said: str, tmp_path: Path):
+    save(make_model(name), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=said):

@@ -17,6 +17,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -204,6 +205,15 @@ def _granite4(**more: object) -> PretrainedConfig:
     return GraniteMoeHybridConfig(**{**_SHAPE, **_MAMBA, **scales, **experts, "layer_types": layer_types, **more})
 
 
+def _falcon_h1(**more: object) -> PretrainedConfig:
+    factors = {
+        "embedding_multiplier": 3.0, "key_multiplier": 0.6, "lm_head_multiplier": 0.4, "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.7,
+        "mlp_multipliers": [0.9, 0.6], "ssm_multipliers": [0.5, 0.7, 0.8, 1.1, 1.4],
+    }  # fmt: skip
+    return FalconH1Config(**{**_SHAPE, **_MAMBA, **factors, "mamba_d_ssm": 192, **more})
+
+
 def _bamba(**more: object) -> PretrainedConfig:
     return BambaConfig(**{**_SHAPE, **_MAMBA, "attn_layer_indices": [1], **more})
 
@@ -344,6 +354,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "granite4-dense": lambda: _granite4(num_local_experts=0, position_embedding_type="rope", mamba_proj_bias=True),
     "bamba": _bamba,
     "bamba-biased": lambda: _bamba(attention_bias=True, mlp_bias=True, mamba_conv_bias=False, mamba_n_groups=1),
+    "falcon-h1": _falcon_h1,
+    "falcon-h1-normed": lambda: _falcon_h1(
+        mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_d_ssm=None, projectors_bias=True, attention_bias=True
+    ),
     "mamba2-plain": lambda: _mamba2(n_groups=1, use_conv_bias=False, use_bias=True),
     "lfm2-moe-without-bias": lambda: _lfm2_moe(use_expert_bias=False, norm_topk_prob=False),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),

@@ -1,4 +1,6 @@
 // The residual sum, factors, and the selection and replacement of rows; their definition is rows/reference.py.
+#include <algorithm>
+
 #include "elementwise.h"
 
 PAGODA_EXPORT void pagoda_add(const AddArgs* a, int32_t threads) {
@@ -13,9 +15,16 @@ PAGODA_EXPORT void pagoda_add(const AddArgs* a, int32_t threads) {
 PAGODA_EXPORT void pagoda_scale(const ScaleArgs* a, int32_t threads) {
     by_dtype(a->x.dtype, [&](auto element) {
         using T = decltype(element);
-        const T* x = elements_of<T>(a->x);
-        each_element(elements_of<T>(a->out), num_elements(a->x), threads,
-                     [&](int64_t i, int n) { return load_lanes(x + i, n) * a->factor; });
+        int64_t width = a->x.heads * a->x.dim, elements = num_elements(a->x);
+        parallel(threads_for(elements, threads), [&](int thread, int num_threads) {
+            Range mine = share_of(elements, thread, num_threads, 64);  // a row may be large: logits
+            for (int64_t at = mine.begin, count; at < mine.end; at += count) {
+                count = std::min(mine.end - at, width - at % width);
+                const T* from = elements_of<const T>(a->x) + at / width * a->x.stride + at % width;
+                T* to = elements_of<T>(a->out) + at;
+                for_lanes(count, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(from + i, n) * a->factor, n); });
+            }
+        });
     });
 }
 
