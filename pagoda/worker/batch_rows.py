@@ -34,7 +34,7 @@ class PaddedSize(NamedTuple):
 
 
 class Padding:
-    """Which steps are padded, and to which size: those of few tokens per row. It is turned off where that is no use."""
+    """Which steps are padded, and to which size: those of few tokens per row."""
 
     def __init__(self, max_rows: int, max_model_len: int, max_query_len: int = 1) -> None:
         """max_rows: of the scheduler's table.   max_model_len: longest sequence, with positions past its end.
@@ -45,14 +45,13 @@ class Padding:
         self._most_tokens = min(max(padded_rows(most), padded_tokens(most)), _MOST_TOKENS)
         self._longest = max_model_len
         self._max_query_len = max_query_len
-        self.is_off = False
 
     def size_of(self, num_rows: int, num_tokens: int, max_query_len: int, seq_len: int) -> PaddedSize | None:
         """Return the size to which a step is padded; None: it is not.
 
         max_query_len: most new tokens of a row.   seq_len: tokens of the longest sequence.
         """
-        if self.is_off or max_query_len > self._max_query_len or num_tokens > self._most_tokens:
+        if max_query_len > self._max_query_len or num_tokens > self._most_tokens:
             return None
         context = padded_context(seq_len, self._longest)
         if max_query_len == 1:

@@ -100,8 +100,6 @@ def largest_graphs(steps: LargestSteps, padding: Padding) -> set[tuple[int, int]
             size = padding.size_of(num_rows, num_rows * per_row, per_row, steps.max_len)
             if size is not None:
                 found[num_rows, num_drafts] = size
-    if not found:
-        return set()
     most_rows = max(at for at in found if not at[1])
     most_tokens = max(found, key=lambda at: (found[at].num_tokens, at[1], at[0]))
     return {most_rows, most_tokens}

@@ -5,7 +5,7 @@ few tokens are replayed as graphs. Both give the same bits.
 """
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
 
@@ -36,6 +36,9 @@ _CPU = torch.device("cpu")
 
 _MOST_GRAPHS = 256
 """Each takes memory for its result and its launches, which the KV pools leave free."""
+
+_WAIT_GROWTH = 8
+"""By how much longer a size waits for its next capture each time that one has failed."""
 
 _Results: TypeAlias = tuple[torch.Tensor, ...]
 _Compute: TypeAlias = Callable[[ForwardOps, AnyBatch, Sequence[AnyKVLayer]], tuple[Tensor, ...]]
@@ -237,8 +240,9 @@ class Graphs:
     these are captured again when an adapter has made a table of weights move.
     Graphs read a step's inputs where its one copy to the device puts them, so that nothing is copied again.
     A graph is captured when its size comes for the second time; the first time, the same padded batch runs op by op,
-    which also compiles its kernels. Of too many graphs, the least recently used is dropped. All other steps run op by
-    op. Rows that fill a batch up write to the null block.
+    which also compiles its kernels. Where a capture fails, as for want of memory, steps of that size run op by op until
+    the next try. Of too many graphs, the least recently used is dropped. All other steps run op by op. Rows that fill a
+    batch up write to the null block.
     Needs ops that neither wait for the device nor depend on the values in their inputs (TritonOps).
     """
 
@@ -252,7 +256,8 @@ class Graphs:
         self._tables = tables if tables is not None else {}
         self._tables_version = 0
         self._graphs: OrderedDict[_GraphKey, Graph] = OrderedDict()  # the least recently used first
-        self._seen: set[_GraphKey] = set()  # that have come at least once
+        self._waits: dict[_GraphKey, int] = {}  # how often each that has come is still to run op by op
+        self._failures: Counter[_GraphKey] = Counter()
 
     @property
     def num_graphs(self) -> int:
@@ -267,16 +272,19 @@ class Graphs:
             return None
         if kv is not self._kv:
             self._graphs.clear()
-            self._seen.clear()
+            self._waits.clear()
             self._kv = kv
         has_shared_prefix = batch.metadata[0].shared_prefix is not None
         key = _GraphKey(size, has_shared_prefix, ADAPTERS in batch.inputs, batch.num_layers)
         if key.has_adapters:
             self._forget_moved_tables()
-        if key not in self._seen:
-            self._seen.add(key)
-            return None
-        graph = self._graphs.get(key) or self._captured(key, compute, batch, kv)
+        graph = self._graphs.get(key)
+        if graph is None:
+            wait = self._waits.setdefault(key, 1)
+            if wait:
+                self._waits[key] = wait - 1
+                return None
+            graph = self._captured(key, compute, batch, kv)
         if graph is None:
             return None
         self._graphs.move_to_end(key)
@@ -287,20 +295,25 @@ class Graphs:
     def _captured(
         self, key: _GraphKey, compute: _Compute, batch: ForwardBatch, kv: Sequence[KVLayer]
     ) -> "Graph | None":
-        """Capture a graph and keep it. If that fails, use none from now on, and return None."""
+        """Capture a graph and keep it. If that fails, return None, and wait longer with each failure to try again."""
         try:
             graph = self._capture(lambda: cast(_Results, compute(cast(ForwardOps, self._ops), batch, kv)))
         except RuntimeError as why:
+            level = logging.DEBUG if self._failures else logging.WARNING
             # A record of the log keeps the error's tensors alive, so it gets its text.
-            logger.warning("decode steps run op by op, which is slower: no graph could be captured: %s", str(why))
-            self.padding.is_off = True
-            self._graphs.clear()
+            logger.log(
+                level,
+                "steps of one size run op by op for now, which is slower: no graph could be captured: %s",
+                str(why),
+            )
+            self._failures[key] += 1
+            self._waits[key] = _WAIT_GROWTH ** self._failures[key]
             return None
         logger.debug("captured a graph: %s", key)
         self._graphs[key] = graph
         if len(self._graphs) > _MOST_GRAPHS:
             dropped, _ = self._graphs.popitem(last=False)
-            self._seen.discard(dropped)
+            del self._waits[dropped]
         return graph
 
     def _forget_moved_tables(self) -> None:
@@ -308,8 +321,8 @@ class Graphs:
         version = sum(1 + table.num_moves for table in self._tables.values())
         if version != self._tables_version:
             self._tables_version = version
-            for key in [key for key in self._seen if key.has_adapters]:
-                self._seen.discard(key)
+            for key in [key for key in self._waits if key.has_adapters]:
+                del self._waits[key]
                 self._graphs.pop(key, None)
 
 

@@ -23,8 +23,11 @@ class FakeGraphs:
         class Graph:
             def __init__(self) -> None:
                 self.number = -1
+                self.has_ended = False
 
             def pool(self) -> int:
+                if not self.has_ended:
+                    raise RuntimeError("CUDAGraph::pool() without a preceding successful capture")
                 return self.number
 
             def replay(self) -> None:
@@ -45,10 +48,13 @@ class FakeGraphs:
             self.modes.append(capture_error_mode)
             before, self.current = self.current, stream
             graph.begin(pool)
-            yield
-            if self.error_at_end is not None:
-                raise self.error_at_end  # as torch: the stream stays
-            self.current = before
+            try:
+                yield
+            finally:
+                if self.error_at_end is not None:
+                    raise self.error_at_end  # as torch: the stream stays
+                graph.has_ended = True
+                self.current = before
 
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", graph)
@@ -94,5 +100,17 @@ def test_a_capture_that_cannot_be_ended_leaves_the_stream_as_it_was(fakes: FakeG
     kept = CudaCapture()(run), capture(run)
     assert streams[0] is streams[1] is streams[3]
     assert streams[2] not in (streams[0], "computations")
-    assert fakes.users == {0: 0, 1: 1, 2: 1}
+    # The graph whose capture was not ended is still there.
+    assert fakes.users == {0: 1, 1: 1, 2: 1}
     del kept
+
+
+def test_a_capture_in_which_the_call_failed_leaves_nothing(fakes: FakeGraphs) -> None:
+    def full() -> tuple[torch.Tensor, ...]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    capture = CudaCapture()
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(full)
+    assert fakes.users == {0: 0}
+    assert fakes.current == "computations"

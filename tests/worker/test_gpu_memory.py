@@ -278,10 +278,7 @@ def test_largest_steps() -> None:
 def test_the_largest_graphs(max_rows: int, max_tokens: int, num_drafts: int, found: set[tuple[int, int]]) -> None:
     """Those with most rows, and with most tokens: the memory of a graph is its own."""
     steps = LargestSteps(max_rows, max_tokens, 4096, 30, 1, num_drafts)
-    padding = Padding(max_rows, 4096, 1 + num_drafts)
-    assert largest_graphs(steps, padding) == found
-    padding.is_off = True
-    assert not largest_graphs(steps, padding)
+    assert largest_graphs(steps, Padding(max_rows, 4096, 1 + num_drafts)) == found
 
 
 def test_a_device_keeps_free_what_a_step_takes_and_a_margin(

@@ -1,6 +1,7 @@
 """Decode steps as graphs: the same tokens as op by op, in padded batches. Here a "graph" is the call, made again."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +103,32 @@ def test_where_no_graph_can_be_captured_steps_run_op_by_op(caplog: pytest.LogCap
     decode(run, range(9))
     assert graphs.num_graphs == 0
     assert len([record for record in caplog.records if "no graph could be captured" in record.message]) == 1
+
+
+def test_a_failed_capture_is_tried_again_later_and_later_and_concerns_its_size_alone() -> None:
+    recalls, tries = Recalls(), Counter[int]()
+
+    def sometimes(run: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
+        graph = recalls(run)
+        num_rows = graph[0][0].shape[0]
+        tries[num_rows] += 1
+        if num_rows == 4 and tries[4] < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return graph
+
+    run, forward, graphs, cache = make(sometimes)
+    run._table.apply(step(1, [(0, 0, 1)], admitted=tuple(row_init(row, [3, 1, 4], [1 + row]) for row in range(4))))
+    tried_at: list[int] = []
+    for number in range(80):
+        before = tries[4]
+        for num_rows in (4, 2):
+            inputs = forward.staging.fill(run._table, step(2, [(row, 2, 1) for row in range(num_rows)]))
+            assert inputs.size is not None
+            forward.run(inputs.batch, cache.layers, inputs.size)
+        tried_at += [number] * (tries[4] - before)
+        assert graphs.num_graphs == (number >= 1) + (number >= 75)
+    assert tried_at == [1, 1 + 1 + 8, 10 + 1 + 64]
+    assert tries[2] == 1
 
 
 def test_what_a_failed_capture_computed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,8 @@ class CudaCapture:
         self._stream: Any = None  # not torch's own, which all of a process share
         # Kept, because torch refuses memory that no graph uses any more, and that libraries still have a part of.
         self._last: Any = None
+        # Kept, because torch's allocator asks them in each later capture whether its memory is theirs.
+        self._not_ended: list[Any] = []
 
     def __call__(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> "Graph":
         computing = torch.cuda.current_stream()
@@ -217,6 +219,10 @@ class CudaCapture:
         except BaseException:
             torch.cuda.set_stream(computing)  # torch leaves its own if the capture cannot be ended
             self._last = None
+            try:
+                graph.pool()
+            except RuntimeError:  # it has one once its capture has ended
+                self._not_ended.append(graph)
             raise
         self._last = graph
         return out, graph.replay
