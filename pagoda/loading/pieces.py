@@ -17,15 +17,21 @@ from pagoda.models.naming import Naming
 
 
 def choose_naming(architecture: Architecture, files: ModelFiles, names: Container[str], model: Model) -> Naming:
-    """Return the first naming whose tables and vectors all exist, else the first whose embedding exists.
+    """Return the first naming whose tables, vectors and experts all exist, else the first whose embedding exists.
 
     names: of the checkpoint's tensors. Raises ConfigError if none fits.
     """
     if files.format == "gguf":
         return architecture.gguf
     paths = [path for path, parameter in parameters(model) if _is_named(parameter.declared)]
+    experts = [
+        f"{part_path}.weight"
+        for path, parameter in parameters(model)
+        if isinstance(matrix := parameter.declared, Matrix) and matrix.num_experts
+        for part_path in matrix.part_paths(path)
+    ]
     for naming in architecture.hf:
-        if all(naming.find(path).name in names for path in paths):
+        if all(naming.find(path).name in names for path in (*paths, *experts)):
             return naming
     embeddings = [naming.find(paths[0]).name for naming in architecture.hf]
     for naming, embedding in zip(architecture.hf, embeddings, strict=True):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar, TypeAlias
 
 from pagoda.layers.attention import FUSED_Q_K_V, Q_K_V, Attention, SharedKVAttention
+from pagoda.layers.gated_delta import GatedDelta
 from pagoda.layers.latent_attention import LatentAttention
 from pagoda.layers.mamba2 import Mamba2
 from pagoda.layers.mlp import GatedMLP, MoE, PlainMLP
@@ -18,7 +19,7 @@ from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
-AnyAttention: TypeAlias = Attention | LatentAttention | SharedKVAttention | ShortConv | Mamba2
+AnyAttention: TypeAlias = Attention | LatentAttention | SharedKVAttention | ShortConv | Mamba2 | GatedDelta
 """What mixes a layer's tokens."""
 
 

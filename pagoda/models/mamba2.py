@@ -152,9 +152,9 @@ _INFINITE = (inf, "inf", "Infinity", {"__float__": "Infinity"})
 
 
 def mixer_names(name: str, path: str = "self_attn") -> tuple[tuple[str, str], ...]:
-    """Return the substitutions for what a Mamba2 has. It is `path` in a layer, and called `name` in checkpoints."""
+    """Return the substitutions for a Mamba2, or a GatedDelta. It is `path` in a layer, `name` in checkpoints."""
     return (
-        (rf"\.{path}\.(in_proj|out_proj)\.", rf".{name}.\1."),
+        (rf"\.{path}\.(in_proj\w*|out_proj)\.", rf".{name}.\1."),
         (rf"\.{path}\.taps$", f".{name}.conv1d.weight"),
         (rf"\.{path}\.bias$", f".{name}.conv1d.bias"),
         (rf"\.{path}\.a_log$", f".{name}.A_log"),

@@ -60,10 +60,14 @@ def _read_qwen3_moe(config: ConfigReader) -> DecoderConfig:
 
 
 def _with_experts(config: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
-    step, listed = config.integer("decoder_sparse_step", 1), set(config.ids("mlp_only_layers"))
-    dense = frozenset(at for at in range(config.num_layers()) if at in listed or (at + 1) % step)
     experts = read_experts(config, "moe_intermediate_size", config.flag("norm_topk_prob", False))
-    return replace(decoder, experts=experts, dense_layers=dense)
+    return replace(decoder, experts=experts, dense_layers=read_dense_layers(config))
+
+
+def read_dense_layers(config: ConfigReader) -> frozenset[int]:
+    """Return the indices of the layers with an MLP in place of experts."""
+    step, listed = config.integer("decoder_sparse_step", 1), set(config.ids("mlp_only_layers"))
+    return frozenset(at for at in range(config.num_layers()) if at in listed or (at + 1) % step)
 
 
 def _read_qwen2_moe(config: ConfigReader) -> DecoderConfig:

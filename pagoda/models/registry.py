@@ -37,6 +37,8 @@ from pagoda.models.phi import PHI, PHI3
 from pagoda.models.pooled_decoder import pooled_variants
 from pagoda.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from pagoda.models.qwen2_5_vl import QWEN2_5_VL
+from pagoda.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from pagoda.models.qwen3_next import QWEN3_NEXT
 from pagoda.models.seed_oss import SEED_OSS
 from pagoda.models.smollm3 import SMOLLM3
 from pagoda.models.stablelm import STABLELM
@@ -84,6 +86,9 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         GRANITE4,
         BAMBA,
         FALCON_H1,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         SEED_OSS,
         ARCEE,
         APERTUS,

@@ -492,7 +492,7 @@ class ForwardOps(Protocol):
         """above x^2 + linear x for x above 0, below (exp(min(x, limit)) - 1 - x) + linear x elsewhere."""
         ...
 
-    @op("activation", x=Rows(contiguous=True), out=like("x"))
+    @op("activation", x=Rows(), out=like("x"))
     def sigmoid(self, x: Tensor) -> Tensor:
         """1 / (1 + exp(-x))."""
         ...

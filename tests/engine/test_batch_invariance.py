@@ -313,7 +313,10 @@ def check_family(name: str, num_groups: int, watched: list[Watched], seeds: rang
     return check(model, watched, expected, options, seeds, VOCAB, most_watched=most, num_groups=num_groups)
 
 
-@pytest.mark.parametrize(("name", "num_groups"), [("deepseek-v3", 1), ("gemma4-shared", 3), ("lfm2", 1), ("mamba2", 1)])
+@pytest.mark.parametrize(
+    ("name", "num_groups"),
+    [("deepseek-v3", 1), ("gemma4-shared", 3), ("lfm2", 1), ("mamba2", 1), ("qwen3-next", 2)],
+)
 def test_other_ways_to_attend(name: str, num_groups: int, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
     """Latent attention and groups of experts; heads of two sizes, and layers that share K and V; states."""
     on_the_device.must_compute(name)
@@ -465,7 +468,7 @@ def test_steps_that_run_out_of_memory_end_their_own_sequences_only(
     assert not missing, counts
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba2"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3.5"])
 def test_failures_leave_no_wrong_state(name: str, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
     """Rows that go on, fork or find blocks on top of a failed step start again from a state that it did not write."""
     on_the_device.must_compute(name)

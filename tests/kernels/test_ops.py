@@ -113,6 +113,16 @@ def test_plain_activations(fast: Ops, reference: ReferenceOps, name: str, dtype:
 
 
 @DTYPES
+@pytest.mark.parametrize(("tokens", "width"), [(1, 48), (3, 40), (70, 1000)])
+def test_a_sigmoid_of_some_columns(
+    fast: Ops, reference: ReferenceOps, tokens: int, width: int, dtype: torch.dtype
+) -> None:
+    x = draw(tokens, width + 77, dtype=dtype)
+    gate = fast.select_heads(x, 33, 1, width)
+    close(fast.sigmoid(gate), reference.sigmoid(x[:, None, 33 : 33 + width].contiguous()))
+
+
+@DTYPES
 def test_xielu(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
     for x in (torch.linspace(-20, 20, 9001), torch.linspace(-1e-2, 1e-2, 77)):
         given = x.to(dtype).view(1, -1)

@@ -142,7 +142,7 @@ def test_what_is_converted_counts_as_read_once(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "name", ["llama-tied-biased", "gemma3", "gemma4-shared", "qwen3-moe-some-layers", "lfm2", "mamba2"]
+    "name", ["llama-tied-biased", "gemma3", "gemma4-shared", "qwen3-moe-some-layers", "lfm2", "mamba2", "qwen3-next"]
 )
 def test_packed(name: str, dtype: str, quantization: str | None, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))

@@ -64,6 +64,12 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
         {"r": 8, "target_modules": ["in_proj", "out_proj", "input_linear"]},
         {"r": 4, "target_modules": ["k_proj", "output_linear"]},
     ],
+    # The query alternates with its gate, and the projections of the delta rule with each other.
+    "qwen3-next": [
+        {"r": 8, "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"]},
+        {"r": 4, "target_modules": ["q_proj", "k_proj"]},
+    ],
+    "qwen3.5": [{"r": 8, "target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_a", "q_proj", "down_proj"]}],
     "bamba": [{"r": 8, "target_modules": ["in_proj", "out_proj", "q_proj", "gate_proj", "down_proj"]}],
     "falcon-h1": [{"r": 8, "target_modules": ["in_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]}],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],

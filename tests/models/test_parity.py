@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from pagoda.loading.loader import load_model
@@ -87,7 +88,17 @@ def test_greedy_tokens_equal_in_every_chunking(name: str, folders, on: DeviceUnd
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen3", "gemma3-softcap-scaled", "gemma4-shared", "deepseek-v2-groups", "deepseek-v3", "lfm2-biased"],
+    [
+        "llama",
+        "qwen3",
+        "gemma3-softcap-scaled",
+        "gemma4-shared",
+        "deepseek-v2-groups",
+        "deepseek-v3",
+        "lfm2-biased",
+        "qwen3-next",
+        "qwen3.5-attention-last",
+    ],
 )
 def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders, on: DeviceUnderTest):
     if kernels != "reference":
@@ -134,6 +145,27 @@ def test_mistral_4_is_read_from_a_checkpoint_with_a_tower(tmp_path: Path, on: De
     torch.manual_seed(0)
     theirs = transformers.Mistral3ForConditionalGeneration(config).float().eval()
     runner = PagedRunner(load(save(theirs, tmp_path), on), 1, 40, torch.float32, device=on.device)
+    ours = runner.logits([(0, 0, prompts()[2])])[0]
+    torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[2]])).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
+_SMALL_TOWER = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 96}
+
+
+@pytest.mark.parametrize("are_stacked", [False, True])
+def test_qwen3_5_is_read_from_a_checkpoint_with_a_tower(are_stacked: bool, tmp_path: Path, on: DeviceUnderTest):
+    """Its weights are left out. Experts may be stored one by one, or stacked as the publisher has them."""
+    on.must_compute("qwen3.5")
+    text = CONFIGS["qwen3.5-moe"]().to_dict()
+    config = transformers.Qwen3_5MoeConfig(text_config=text, vision_config=_SMALL_TOWER)
+    torch.manual_seed(0)
+    theirs = transformers.Qwen3_5MoeForConditionalGeneration(config).float().eval()
+    save(theirs, tmp_path)
+    if are_stacked:
+        save_file(
+            {name: tensor.clone() for name, tensor in theirs.state_dict().items()}, tmp_path / "model.safetensors"
+        )
+    runner = PagedRunner(load(tmp_path, on), 1, 40, torch.float32, device=on.device)
     ours = runner.logits([(0, 0, prompts()[2])])[0]
     torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[2]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
@@ -187,7 +219,9 @@ def test_longrope_follows_the_longest_sequence_that_may_come(
     torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[prompt]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "gemma4-shared", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "gemma3", "gemma4-shared", "lfm2", "qwen3-next", "qwen3.5"]
+)
 def test_bf16_stays_near_fp32(name: str, folders, on: DeviceUnderTest):
     """As near as transformers' own bfloat16, times two."""
     prompt = prompts()[2]

@@ -271,6 +271,32 @@ def test_wrong_settings_of_models_with_states(name: str, changes: dict[str, obje
         read_model(identify(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "3 times full_attention or linear_attention"),
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types"),
+        ({"linear_num_key_heads": 4}, "a divisor of linear_num_value_heads = 6"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1"),
+        ({"attn_output_gate": False}, "attn_output_gate = False"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype 'bfloat16' is not supported"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_of_qwen3_next(changes: dict[str, object], said: str, tmp_path: Path):
+    save(make_model("qwen3-next"), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=said):
+        read_model(identify(tmp_path))
+
+
+def test_ranks_do_not_divide_the_gated_delta_rule(tmp_path: Path):
+    save(make_model("qwen3.5-attention-last"), tmp_path)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not go with layers of the gated delta rule"):
+        resolve_engine(EngineConfig.from_options(model=str(tmp_path), device="cpu", tensor_parallel_size=2))
+
+
 def test_older_spellings_of_lfm2(tmp_path: Path):
     save(make_model("lfm2"), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())

@@ -121,6 +121,7 @@ def on_ranks(files: ModelFiles, kernels: str, size: int, stages: int, steps: lis
         "lfm2",
         "mamba2",
         "falcon-h1",
+        "qwen3.5",
     ],
 )
 def test_stages_compute_the_bits_of_one_rank(name: str, kernels: str, folder: Folder) -> None:

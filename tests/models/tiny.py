@@ -50,8 +50,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -218,6 +221,24 @@ def _bamba(**more: object) -> PretrainedConfig:
     return BambaConfig(**{**_SHAPE, **_MAMBA, "attn_layer_indices": [1], **more})
 
 
+_DELTA: dict[str, Any] = {
+    **_SHAPE, "head_dim": 32, "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+_SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+
+
+def _qwen3_next(**more: object) -> PretrainedConfig:
+    return Qwen3NextConfig(**{**_DELTA, **_SHARED_EXPERT, **more})
+
+
+def _qwen3_5_moe() -> PretrainedConfig:
+    shape = {key: value for key, value in _DELTA.items() if key != "intermediate_size"}
+    return Qwen3_5MoeTextConfig(**shape, **_SHARED_EXPERT)
+
+
 _LATENT: dict[str, Any] = {
     **_SHAPE,
     "num_attention_heads": 4,
@@ -358,6 +379,22 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "falcon-h1-normed": lambda: _falcon_h1(
         mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_d_ssm=None, projectors_bias=True, attention_bias=True
     ),
+    "qwen3-next": _qwen3_next,
+    "qwen3-next-biased": lambda: _qwen3_next(
+        attention_bias=True, linear_num_key_heads=6, mlp_only_layers=[2], norm_topk_prob=False
+    ),
+    "qwen3.5": lambda: Qwen3_5TextConfig(**_DELTA),
+    "qwen3.5-attention-last": lambda: Qwen3_5TextConfig(
+        **{
+            **_DELTA,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+        tie_word_embeddings=True,
+    ),
+    "qwen3.5-moe": _qwen3_5_moe,
     "mamba2-plain": lambda: _mamba2(n_groups=1, use_conv_bias=False, use_bias=True),
     "lfm2-moe-without-bias": lambda: _lfm2_moe(use_expert_bias=False, norm_topk_prob=False),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),

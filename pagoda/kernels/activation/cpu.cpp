@@ -1,4 +1,6 @@
 // Activations, gated and plain, and the soft cap; their definition is activation/reference.py.
+#include <algorithm>
+
 #include "elementwise.h"
 #include "gates.h"
 
@@ -25,13 +27,24 @@ void gated(const Tensor& gate_up, const Tensor& out, int threads) {
     by_dtype(out.dtype, [&](auto element) { gated<Activation, decltype(element)>(gate_up, out, threads); });
 }
 
+// Rows of x may be apart.
 template <class Activation>
 void plain(const Tensor& x, const Tensor& out, int threads) {
+    int64_t elements = num_elements(x), of_row = x.heads * x.dim, width = x.stride == of_row ? elements : of_row;
     by_dtype(x.dtype, [&](auto element) {
         using T = decltype(element);
-        const T* from = elements_of<T>(x);
-        each_element(elements_of<T>(out), num_elements(x), threads,
-                     [&](int64_t i, int n) { return Activation::of(load_lanes(from + i, n)); });
+        parallel(threads_for(elements, threads), [&](int thread, int num_threads) {
+            Range mine = share_of(elements, thread, num_threads, 64);
+            for (int64_t at = mine.begin; at < mine.end;) {
+                int64_t row = at / width, column = at % width, count = std::min(width - column, mine.end - at);
+                const T* from = elements_of<T>(x) + row * x.stride + column;
+                T* to = elements_of<T>(out) + at;
+                for_lanes(count, [&](int64_t i, int n) {
+                    store_lanes(to + i, Activation::of(load_lanes(from + i, n)), n);
+                });
+                at += count;
+            }
+        });
     });
 }
 
