@@ -25,6 +25,7 @@ from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
 from pagoda.kernels.native import library
 from pagoda.kernels.native.threads import available_cpus
 from pagoda.kernels.native_ops import NativeOps
+from pagoda.ops.declare import Activation
 from pagoda.worker.forward_runner import ForwardRunner, Programs
 
 _FORMS = ("bf16", "int8", "Q4_K")
@@ -60,7 +61,7 @@ class Layers:
             q = ops.rotary_write_kv(q, k, v, batch.positions, self.angles, self.angles, cache, metadata)
             y = ops.linear(ops.attention(q, cache, metadata, shape.head_dim**-0.5), weights["o"])
             y, residual = ops.add_rms_norm(y, residual, self.norm, 1e-5)
-            y = ops.linear(ops.silu_mul(ops.linear(y, weights["gate_up"])), weights["down"])
+            y = ops.linear(ops.gate(ops.linear(y, weights["gate_up"]), Activation.SILU), weights["down"])
             y, residual = ops.add_rms_norm(y, residual, self.norm, 1e-5)
         return y
 

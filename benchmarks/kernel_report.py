@@ -39,6 +39,7 @@ from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps, is_interpreted
 from pagoda.loading.packed_codes import packed_weight
 from pagoda.loading.quantization import AWQ, GPTQ, PackedFormat
+from pagoda.ops.declare import Activation
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -193,8 +194,8 @@ def _ops_of_a_layer() -> dict[str, Callable[[], object]]:
         "residual sum and RMS norm": lambda: ops.add_rms_norm(x, x, weight, 1e-6),
         "RMS norm of heads": lambda: ops.rms_norm(q, weight[:dim], 1e-6),
         "layer norm": lambda: ops.layer_norm(x, weight, weight, 1e-6),
-        "SiLU times up": lambda: ops.silu_mul(torch.zeros(tokens, 2 * inner, dtype=BF16)),
-        "GELU": lambda: ops.gelu(x),
+        "SiLU times up": lambda: ops.gate(torch.zeros(tokens, 2 * inner, dtype=BF16), Activation.SILU),
+        "GELU": lambda: ops.activate(x, Activation.GELU),
         "rotary and KV write": lambda: write(BF16),
         "rotary and KV write, int8": lambda: write(torch.int8),
         "rotary and KV write, fp8": lambda: write(FP8),

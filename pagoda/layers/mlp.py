@@ -1,62 +1,13 @@
-"""Feed-forward layers: activations, the plain and the gated MLP, and a mixture of gated MLPs."""
+"""Feed-forward layers: the plain and the gated MLP, and a mixture of gated MLPs."""
 
 from dataclasses import dataclass
-from enum import Enum
 
 from pagoda.layers.linear import ExpertLinear, Linear
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Axis, Parameter, Part, Vector
+from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
-
-
-class Activation(Enum):
-    """The activation function of a layer."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-    GELU = "gelu"  # with the error function
-    RELU = "relu"
-    RELU_SQUARED = "relu_squared"
-    TANH = "tanh"
-    IDENTITY = "identity"
-
-
-GATES = (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
-"""Those that a gated MLP may have."""
-
-
-def activate(ops: ForwardOps, activation: Activation, x: Tensor) -> Tensor:
-    """x [T, I] -> the same shape."""
-    match activation:
-        case Activation.SILU:
-            return ops.silu(x)
-        case Activation.GELU_TANH:
-            return ops.gelu_tanh(x)
-        case Activation.GELU:
-            return ops.gelu(x)
-        case Activation.RELU:
-            return ops.relu(x)
-        case Activation.RELU_SQUARED:
-            positive = ops.relu(x)
-            return ops.multiply(positive, positive)
-        case Activation.TANH:
-            return ops.tanh(x)
-        case Activation.IDENTITY:
-            return x
-
-
-def gate(ops: ForwardOps, activation: Activation, gate_up: Tensor) -> Tensor:
-    """[T, 2 I] (gate then up) -> activation(gate) * up, [T, I]."""
-    match activation:
-        case Activation.SILU:
-            return ops.silu_mul(gate_up)
-        case Activation.GELU_TANH:
-            return ops.gelu_tanh_mul(gate_up)
-        case Activation.GELU:
-            return ops.gelu_mul(gate_up)
-        case _:
-            raise NotImplementedError(f"no gated MLP has the activation {activation.value}")
 
 
 class GatedMLP(Module):
@@ -81,7 +32,7 @@ class GatedMLP(Module):
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        return self.down_proj(ops, gate(ops, self.activation, self.gate_up(ops, x)))
+        return self.down_proj(ops, ops.gate(self.gate_up(ops, x), self.activation))
 
 
 class PlainMLP(Module):
@@ -102,7 +53,7 @@ class PlainMLP(Module):
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        return self.down_proj(ops, activate(ops, self.activation, self.up_proj(ops, x)))
+        return self.down_proj(ops, ops.activate(self.up_proj(ops, x), self.activation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,4 +162,6 @@ class MoE(Module):
 
     def _shared(self, ops: ForwardOps, x: Tensor, expert: GatedMLP) -> Tensor:
         y = expert(ops, x)
-        return y if self.shared_expert_gate is None else ops.scale_rows(y, ops.sigmoid(self.shared_expert_gate(ops, x)))
+        if self.shared_expert_gate is None:
+            return y
+        return ops.scale_rows(y, ops.activate(self.shared_expert_gate(ops, x), Activation.SIGMOID))

@@ -7,11 +7,11 @@ from pathlib import Path
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingKind, PoolingPlan
-from pagoda.layers.mlp import Activation
 from pagoda.loading.model_files import read_json_object, read_json_objects
 from pagoda.models.base import DenseSpec
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.encoder_config import label_activation
+from pagoda.ops.declare import Activation
 
 MODULES = "modules.json"
 _PACKAGE = "sentence_transformers."

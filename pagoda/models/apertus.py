@@ -5,7 +5,7 @@ numbers of its own in each layer.
 import math
 from dataclasses import replace
 
-from pagoda.layers.mlp import Activation, PlainMLP
+from pagoda.layers.mlp import PlainMLP
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Parameter, Vector
 from pagoda.layers.rotary import Rotary
@@ -15,6 +15,7 @@ from pagoda.models.decoder_config import DecoderConfig, QKNorm, read_decoder
 from pagoda.models.decoder_layers import LlamaLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import BARE, Naming
+from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pagoda.base.model_spec import ModelSpec
 from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import Embedding, LMHead
-from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.models.architecture import Architecture
@@ -15,6 +14,7 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation
 from pagoda.models.encoder_decoder import NORM_EPS, SOURCE_TOKENS, StackLayer, TextEncoder, read_stack, read_start
 from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
@@ -42,7 +42,7 @@ class BartLayer(StackLayer):
         if self.encoder_attn is not None and self.encoder_attn_layer_norm is not None:
             attended = self.encoder_attn(ops, x, batch, kv, is_tail=last)
             x, _ = self.encoder_attn_layer_norm.add(ops, attended, x)
-        inner = self.fc2(ops, activate(ops, self.activation, self.fc1(ops, x)))
+        inner = self.fc2(ops, ops.activate(self.fc1(ops, x), self.activation))
         return self.final_layer_norm.add(ops, inner, x)[0]
 
 
@@ -120,7 +120,7 @@ def read(config: ConfigReader) -> BartConfig:
     return BartConfig(
         spec=decoder,
         encoder=read_stack(config, "bart", "encoder", positions),
-        activation=read_activation(config, "activation_function", "gelu", gated=False),
+        activation=read_activation(config, "activation_function", "gelu"),
         embedding_scale=decoder.hidden_size**0.5 if config.flag("scale_embedding", False) else 1.0,
         start=read_start(config) + config.ids("forced_bos_token_id"),
     )

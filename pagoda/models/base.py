@@ -15,10 +15,9 @@ from pagoda.base.ranks import RankPlace
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import MediaItem, Request
 from pagoda.layers.linear import Linear
-from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.ops.batch import ForwardBatch, KVLayer
-from pagoda.ops.declare import Domain
+from pagoda.ops.declare import Activation, Domain
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
 
@@ -279,4 +278,4 @@ class DensePooling(PoolingLayer):
         self.activation = spec.activation
 
     def __call__(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
-        return activate(ops, self.activation, self.linear(ops, pooled))
+        return ops.activate(self.linear(ops, pooled), self.activation)

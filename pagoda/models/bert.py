@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from pagoda.layers.attention import Attention
 from pagoda.layers.linear import Embedding, Linear
-from pagoda.layers.mlp import activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.layers.parameter import Axis
@@ -18,6 +17,7 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.encoder_config import EncoderConfig, read_encoder
 from pagoda.models.naming import HF, Naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
@@ -83,7 +83,7 @@ class BertLayer(Module):
         """x [T, hidden] -> the same for the tokens that continue.   last: only the batch's tail is needed after it."""
         attended, x = self.attention.self(ops, x, x, batch, (), last)
         x = self.attention.output.add(ops, attended, x)
-        return self.output.add(ops, activate(ops, self.activation, self.intermediate(ops, x)), x)
+        return self.output.add(ops, ops.activate(self.intermediate(ops, x), self.activation), x)
 
 
 class BertEncoder(Module):
@@ -127,7 +127,7 @@ class Bert(Model):
     def classify(self, ops: ForwardOps, pooled: Tensor) -> Tensor:
         assert isinstance(self.classifier, Linear), "the checkpoint has no labels"
         if self.pooler is not None:
-            pooled = ops.tanh(self.pooler(ops, pooled))
+            pooled = ops.activate(self.pooler(ops, pooled), Activation.TANH)
         return ops.logits(pooled, self.classifier.weight.value)
 
 
@@ -205,7 +205,7 @@ class Roberta(Bert):
         head = self.classifier
         if not isinstance(head, RobertaHead):
             return super().classify(ops, pooled)
-        return ops.logits(ops.tanh(head.dense(ops, pooled)), head.out_proj.weight.value)
+        return ops.logits(ops.activate(head.dense(ops, pooled), Activation.TANH), head.out_proj.weight.value)
 
 
 def _read_roberta(config: ConfigReader) -> EncoderConfig:

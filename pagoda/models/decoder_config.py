@@ -9,11 +9,12 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
 from pagoda.layers.attention import Heads
-from pagoda.layers.mlp import GATES, Activation, ExpertsConfig
+from pagoda.layers.mlp import ExpertsConfig
 from pagoda.layers.norm import LayerNorm, RMSNorm
 from pagoda.layers.parameter import PickedRows
 from pagoda.layers.rope_config import RopeConfig, RopeType
 from pagoda.models.config_reader import ConfigReader, read_rope
+from pagoda.ops.declare import Activation
 
 if TYPE_CHECKING:
     from pagoda.models.decoder_layers import LlamaLayer
@@ -149,7 +150,7 @@ def read_decoder(
     return DecoderConfig(
         spec=spec,
         norm_eps=config.not_negative(layer_norm_eps or "rms_norm_eps", 1e-5 if layer_norm_eps else 1e-6),
-        activation=read_activation(config, default=default_activation, gated=not plain_mlp),
+        activation=read_activation(config, default=default_activation),
         rope_full=rope,
         rope_window=rope,
         attention_scale=spec.head_dim**-0.5,
@@ -249,9 +250,6 @@ def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], w
     return tuple(window if kind == SLIDING else 0 for kind in layer_types)
 
 
-def read_activation(
-    config: ConfigReader, key: str = "hidden_act", default: str = "silu", gated: bool = True
-) -> Activation:
-    """Return an activation function.   gated: of a gated MLP. Raises ConfigError for an unsupported one."""
-    known = tuple(name for name, kind in _ACTIVATIONS.items() if kind in GATES or not gated)
-    return _ACTIVATIONS[config.choice(key, known, default)]
+def read_activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
+    """Return an activation function. Raises ConfigError for an unsupported one."""
+    return _ACTIVATIONS[config.choice(key, tuple(_ACTIVATIONS), default)]

@@ -8,9 +8,9 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.attention import Heads
-from pagoda.layers.mlp import Activation
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation, read_spec
+from pagoda.ops.declare import Activation
 
 LabelActivation = Literal["softmax", "sigmoid", "identity"]
 
@@ -61,7 +61,7 @@ def read_encoder(config: ConfigReader, architecture: str, skipped_positions: int
         spec=read_encoder_spec(config, architecture, positions - skipped_positions),
         pooling=read_pooling_plan(config, PoolingKind.CLS),
         norm_eps=config.not_negative("layer_norm_eps", 1e-12),
-        activation=read_activation(config, default="gelu", gated=False),
+        activation=read_activation(config, default="gelu"),
         num_token_types=config.integer("type_vocab_size", 2),
         skipped_positions=skipped_positions,
     )

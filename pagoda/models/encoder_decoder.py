@@ -9,12 +9,12 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.core.request import MediaItem
 from pagoda.layers.attention import Attention, CrossAttention, Heads
 from pagoda.layers.linear import Linear
-from pagoda.layers.mlp import Activation
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.layers.parameter import Axis
 from pagoda.models.base import Encoder, EncoderItem, ItemArray
 from pagoda.models.config_reader import ConfigReader
+from pagoda.ops.declare import Activation
 
 NORM_EPS = 1e-5
 SOURCE_TOKENS = "source_tokens"

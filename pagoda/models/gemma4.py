@@ -11,7 +11,6 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.ranks import RankPlace
 from pagoda.layers.attention import Attention, Heads, SharedKVAttention
 from pagoda.layers.linear import Embedding, Linear
-from pagoda.layers.mlp import activate
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.parameter import Parameter, Part, Vector
 from pagoda.layers.rope_config import RopeConfig, RopeType
@@ -157,7 +156,7 @@ class Gemma4Layer(SandwichLayer):
             if last:
                 given = ops.select_rows(given, batch.tail.index)
             residual = ops.add(x, residual)
-            gate = activate(ops, self.activation, self.per_layer_input_gate(ops, residual))
+            gate = ops.activate(self.per_layer_input_gate(ops, residual), self.activation)
             x = self.post_per_layer_input_norm(ops, self.per_layer_projection(ops, ops.multiply(gate, given)))
         factor = self.layer_scalar.value
         return ops.scale(x, factor), ops.scale(residual, factor)

@@ -56,7 +56,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     return DecoderConfig(
         spec=spec,
         norm_eps=config.not_negative("layer_norm_epsilon", 1e-5),
-        activation=read_activation(config, "activation_function", "gelu_new", gated=False),
+        activation=read_activation(config, "activation_function", "gelu_new"),
         rope_full=RopeConfig(),
         rope_window=RopeConfig(),
         attention_scale=spec.head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0,

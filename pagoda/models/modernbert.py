@@ -7,7 +7,7 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.linear import Embedding, Linear
-from pagoda.layers.mlp import Activation, GatedMLP, activate
+from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.layers.rope_config import RopeConfig
@@ -22,6 +22,7 @@ from pagoda.models.encoder_config import (
     read_pooling_plan,
 )
 from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
@@ -103,7 +104,7 @@ class ModernBertHead(Module):
         self.activation = config.head_activation
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
-        return self.norm(ops, activate(ops, self.activation, self.dense(ops, x)))
+        return self.norm(ops, ops.activate(self.dense(ops, x), self.activation))
 
 
 class ModernBert(Model):
@@ -158,7 +159,7 @@ def read(config: ConfigReader) -> ModernBertConfig:
         activation=read_activation(config, "hidden_activation", "gelu"),
         attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
-        head_activation=read_activation(config, "classifier_activation", "gelu", gated=False),
+        head_activation=read_activation(config, "classifier_activation", "gelu"),
         head_bias=config.flag("classifier_bias", False),
     )
 

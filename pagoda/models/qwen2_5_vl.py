@@ -16,7 +16,7 @@ from pagoda.core.request import MediaItem
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.kv import KVPlace
 from pagoda.layers.linear import Linear
-from pagoda.layers.mlp import Activation, GatedMLP, activate
+from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.module import Module, keep_floats
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.parameter import Axis, Part
@@ -31,7 +31,7 @@ from pagoda.models.naming import HF, Naming
 from pagoda.models.qwen import read_qwen2
 from pagoda.models.siglip import JOINED
 from pagoda.ops.batch import ForwardBatch, KVLayer
-from pagoda.ops.declare import Domain
+from pagoda.ops.declare import Activation, Domain
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
 
@@ -120,7 +120,7 @@ class PatchMerger(Module):
         assert first is not None
         assert second is not None
         x = ops.select_rows(self.ln_q.add(ops, x, residual)[0], joined)
-        return second(ops, activate(ops, Activation.GELU, first(ops, x)))
+        return second(ops, ops.activate(first(ops, x), Activation.GELU))
 
 
 class Qwen25VLEncoder(Encoder):

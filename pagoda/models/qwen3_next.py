@@ -19,6 +19,7 @@ from pagoda.models.mamba2 import mixer_names
 from pagoda.models.naming import Naming
 from pagoda.models.qwen import read_dense_layers
 from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
@@ -69,7 +70,7 @@ class GatedAttention(DecoderAttention):
             metadata = batch.tail.metadata[self.place.group]
             q, gate, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, gate, residual))
         attended = self.attend(ops, q, cache, metadata)
-        return self.o_proj(ops, ops.multiply(attended, ops.sigmoid(gate))), residual
+        return self.o_proj(ops, ops.multiply(attended, ops.activate(gate, Activation.SIGMOID))), residual
 
 
 class DeltaLayer(LlamaLayer):

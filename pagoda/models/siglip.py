@@ -13,14 +13,14 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.core.request import MediaItem
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.linear import Embedding, Linear
-from pagoda.layers.mlp import Activation, PlainMLP
+from pagoda.layers.mlp import PlainMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.models.base import FEATURES, Encoder, EncoderItem, ItemArray
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation
 from pagoda.ops.batch import ForwardBatch
-from pagoda.ops.declare import Domain
+from pagoda.ops.declare import Activation, Domain
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
@@ -70,7 +70,7 @@ def read_siglip(config: ConfigReader) -> SiglipConfig:
         patch_size=patch_size,
         side=image_size // patch_size,
         norm_eps=config.not_negative("layer_norm_eps", 1e-6),
-        activation=read_activation(config, default="gelu_pytorch_tanh", gated=False),
+        activation=read_activation(config, default="gelu_pytorch_tanh"),
     )
 
 

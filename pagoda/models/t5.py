@@ -9,7 +9,7 @@ from pagoda.layers.attention import Attention, CrossAttention, Heads
 from pagoda.layers.distance_bias import DistanceBias
 from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import Embedding, LMHead
-from pagoda.layers.mlp import Activation, GatedMLP, PlainMLP
+from pagoda.layers.mlp import GatedMLP, PlainMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
 from pagoda.models.architecture import Architecture
@@ -18,6 +18,7 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.encoder_decoder import SOURCE_TOKENS, TextEncoder, read_start
 from pagoda.models.naming import Naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 

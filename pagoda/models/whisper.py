@@ -10,7 +10,6 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.core.request import MediaItem
 from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import Embedding, Linear, LMHead
-from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.models.architecture import Architecture
@@ -19,7 +18,7 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation
 from pagoda.models.encoder_decoder import NORM_EPS, StackLayer, read_stack
 from pagoda.ops.batch import ForwardBatch, KVLayer
-from pagoda.ops.declare import Domain
+from pagoda.ops.declare import Activation, Domain
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
@@ -58,7 +57,7 @@ class WhisperLayer(StackLayer):
             x, residual = self.encoder_attn_layer_norm.add(ops, x, residual)
             x = self.encoder_attn(ops, x, batch, kv, is_tail=last)
         x, residual = self.final_layer_norm.add(ops, x, residual)
-        return self.fc2(ops, activate(ops, self.activation, self.fc1(ops, x))), residual
+        return self.fc2(ops, ops.activate(self.fc1(ops, x), self.activation)), residual
 
 
 class WhisperEncoder(Encoder):
@@ -107,9 +106,9 @@ class WhisperEncoder(Encoder):
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         inputs = {name: given.tensor for name, given in batch.inputs.items()}
-        x = ops.gelu(self.conv1(ops, inputs[FEATURES]))
+        x = ops.activate(self.conv1(ops, inputs[FEATURES]), Activation.GELU)
         ops.put_rows(x, inputs[_PAD], inputs[_PAD_ROW])
-        x = ops.gelu(self.conv2(ops, ops.select_rows(x, inputs[_WINDOWS])))
+        x = ops.activate(self.conv2(ops, ops.select_rows(x, inputs[_WINDOWS])), Activation.GELU)
         x = ops.add(x, self.embed_positions(ops, batch.positions))
         residual: Tensor | None = None
         for layer in self.layers:
@@ -170,7 +169,7 @@ def read(config: ConfigReader) -> WhisperConfig:
         spec=read_stack(config, "whisper", "decoder", config.integer("max_target_positions", 448)),
         encoder=read_stack(config, "whisper", "encoder", config.integer("max_source_positions", 1500)),
         num_mels=config.integer("num_mel_bins", 80),
-        activation=read_activation(config, "activation_function", "gelu", gated=False),
+        activation=read_activation(config, "activation_function", "gelu"),
     )
 
 

@@ -39,6 +39,19 @@ class Domain(IntEnum):
     ENCODER = 5  # of a decoder: the encoder's outputs of the rows whose encoder input enters the cache in this step
 
 
+class Activation(IntEnum):
+    """The activation function of a layer."""
+
+    IDENTITY = 0  # none
+    SILU = 1  # x / (1 + exp(-x))
+    GELU = 2  # x * (1 + erf(x / sqrt(2))) / 2
+    GELU_TANH = 3  # x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2
+    RELU = 4  # max(x, 0)
+    RELU_SQUARED = 5
+    SIGMOID = 6  # 1 / (1 + exp(-x))
+    TANH = 7
+
+
 class Scalar(Enum):
     """A number that is fixed when a forward is recorded."""
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from pagoda.ops.batch import AttentionMetadata, KVLayer
 from pagoda.ops.declare import (
+    Activation,
     Cache,
     DType,
     Experts,
@@ -53,8 +54,6 @@ from pagoda.ops.shape_rules import (
     check_tables,
     check_text,
     check_written,
-    half_of_gate_up,
-    half_of_weight,
     head_slices,
     qkv_slices,
     selected_shape,
@@ -444,39 +443,20 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @op("activation", check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", half_of_gate_up))
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 I] (gate then up) -> silu(gate) * up, [T, I]."""
+    @op("activation", x=Rows(), kind=Scalar.I32, out=like("x"))
+    def activate(self, x: Tensor, kind: Activation) -> Tensor:
+        """kind(x), element by element."""
         ...
 
-    @op("activation", check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", half_of_gate_up))
-    def gelu_tanh_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 I] (gate then up) -> gelu_tanh(gate) * up, [T, I]."""
-        ...
-
-    @op("activation", check_gate_up, gate_up=Rows(contiguous=True), out=Out("gate_up", half_of_gate_up))
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 I] (gate then up) -> gelu(gate) * up, [T, I]; gelu with the error function."""
-        ...
-
-    @op("activation", x=Rows(contiguous=True), out=like("x"))
-    def gelu(self, x: Tensor) -> Tensor:
-        """x * (1 + erf(x / sqrt(2))) / 2."""
-        ...
-
-    @op("activation", x=Rows(contiguous=True), out=like("x"))
-    def gelu_tanh(self, x: Tensor) -> Tensor:
-        """x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2."""
-        ...
-
-    @op("activation", x=Rows(contiguous=True), out=like("x"))
-    def silu(self, x: Tensor) -> Tensor:
-        """x / (1 + exp(-x))."""
-        ...
-
-    @op("activation", x=Rows(contiguous=True), out=like("x"))
-    def relu(self, x: Tensor) -> Tensor:
-        """max(x, 0)."""
+    @op(
+        "activation",
+        check_gate_up,
+        gate_up=Rows(contiguous=True),
+        kind=Scalar.I32,
+        out=Out("gate_up", lambda s: (s["gate_up"][1] // 2,)),
+    )
+    def gate(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        """[T, 2 I] (gate then up) -> kind(gate) * up, [T, I]."""
         ...
 
     @op(
@@ -490,16 +470,6 @@ class ForwardOps(Protocol):
     )
     def xielu(self, x: Tensor, above: float, below: float, linear: float, limit: float) -> Tensor:
         """above x^2 + linear x for x above 0, below (exp(min(x, limit)) - 1 - x) + linear x elsewhere."""
-        ...
-
-    @op("activation", x=Rows(), out=like("x"))
-    def sigmoid(self, x: Tensor) -> Tensor:
-        """1 / (1 + exp(-x))."""
-        ...
-
-    @op("activation", x=Rows(contiguous=True), out=like("x"))
-    def tanh(self, x: Tensor) -> Tensor:
-        """tanh(x)."""
         ...
 
     @op(
@@ -694,24 +664,14 @@ class ForwardOps(Protocol):
 class FusedOps(Protocol):
     """Ops that a recorded forward has in place of two others, with their bits. Models do not call them."""
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", half_of_weight))
-    def linear_silu_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """silu_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
+    @op("linear", x=Rows(), weight=Packed(of="x"), kind=Scalar.I32, out=Out("x", lambda s: s["weight"][:1]))
+    def linear_activate(self, x: Tensor, weight: LinearWeight, kind: Activation) -> Tensor:
+        """activate(linear(x, weight), kind)."""
         ...
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", half_of_weight))
-    def linear_gelu_tanh_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """gelu_tanh_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
-        ...
-
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", half_of_weight))
-    def linear_gelu_mul(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """gelu_mul(linear(x, weight)); the weight's halves are a whole number of panels each."""
-        ...
-
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1]))
-    def linear_gelu(self, x: Tensor, weight: LinearWeight) -> Tensor:
-        """gelu(linear(x, weight))."""
+    @op("linear", x=Rows(), weight=Packed(of="x"), kind=Scalar.I32, out=Out("x", lambda s: (s["weight"][0] // 2,)))
+    def linear_gate(self, x: Tensor, weight: LinearWeight, kind: Activation) -> Tensor:
+        """gate(linear(x, weight), kind); the weight's halves are a whole number of panels each."""
         ...
 
 
@@ -720,10 +680,5 @@ FUSED_OPS = declared_ops(FusedOps)
 OP_TABLE = FORWARD_OPS | FUSED_OPS
 """Every op by name."""
 
-FUSIONS = {
-    ("linear", "silu_mul"): "linear_silu_mul",
-    ("linear", "gelu_tanh_mul"): "linear_gelu_tanh_mul",
-    ("linear", "gelu_mul"): "linear_gelu_mul",
-    ("linear", "gelu"): "linear_gelu",
-}
+FUSIONS = {("linear", "activate"): "linear_activate", ("linear", "gate"): "linear_gate"}
 """(op, the only user of its result) -> the op that does both."""

@@ -6,14 +6,6 @@ from math import prod
 from pagoda.ops.declare import Shapes, Slice
 
 
-def half_of_gate_up(shapes: Shapes) -> tuple[int, ...]:
-    return (shapes["gate_up"][1] // 2,)
-
-
-def half_of_weight(shapes: Shapes) -> tuple[int, ...]:
-    return (shapes["weight"][0] // 2,)
-
-
 def selected_shape(shapes: Shapes) -> tuple[int, ...]:
     """A row, or as many as each row of the index names."""
     index, row = shapes["index"], shapes["x"][1:]

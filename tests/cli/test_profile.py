@@ -9,7 +9,7 @@ PARTS = {"events": 0.1, "inputs": 0.2, "forward": 7.0, "sampling": 0.5}
 
 
 def test_the_parts_add_up_to_the_run() -> None:
-    ops = {"linear": 4.0, "logits": 1.0, "attention": 1.0, "rms_norm": 0.3, "silu_mul": 0.2}
+    ops = {"linear": 4.0, "logits": 1.0, "attention": 1.0, "rms_norm": 0.3, "gate": 0.2}
     rows = {row["part"]: row["secs"] for row in breakdown(StepProfile(100, PARTS, ops, 50, 2e-5), 9.0)}
     assert sum(rows.values()) == pytest.approx(9.0)
     assert rows["barriers (estimated)"] == pytest.approx(0.1)

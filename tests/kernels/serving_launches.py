@@ -29,6 +29,7 @@ from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe.triton_moe import route
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps
+from pagoda.ops.declare import Activation
 from pagoda.worker.batch_rows import padded_context, padded_rows
 from tests.kernels.test_constraints import random_constraints
 
@@ -70,7 +71,7 @@ class Layers:
                       metadata, 0.1)  # fmt: skip
         for weight in (*self._coded, self._plain):
             ops.linear(x, weight)
-        ops.silu_mul(torch.zeros(tokens, 2 * HIDDEN, dtype=BF16))
+        ops.gate(torch.zeros(tokens, 2 * HIDDEN, dtype=BF16), Activation.SILU)
         router = torch.zeros(tokens, 4, dtype=BF16)
         route(router, 2, True)
         routed_by_torch(ops.moe, x, router, *self._experts, 2, True)

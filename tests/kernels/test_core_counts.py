@@ -11,6 +11,7 @@ from benchmarks import core_counts
 from benchmarks.make_random_model import Shape
 from pagoda.kernels.linear.quantize import quantize
 from pagoda.kernels.native_ops import NativeOps
+from pagoda.ops.declare import Activation
 from tests.kernels.paged import Geometry, make_metadata
 
 LAYER = Shape(512, 4352, 1, 8, 2, 64, 1024, 2048, 10000.0)  # down: three segments along K
@@ -71,7 +72,7 @@ def decode(ops: Any, weights: dict[str, Any], rows: int) -> Callable[[], None]:
         rotated = ops.rotary_write_kv(q, k, v, positions.int(), angles, angles, cache, metadata)
         y = ops.linear(ops.attention(rotated, cache, metadata, 0.125), weights["o"])
         normed, _ = ops.add_rms_norm(y, x, norm, 1e-5)
-        ops.linear(ops.linear_silu_mul(normed, weights["gate_up"]), weights["down"])
+        ops.linear(ops.linear_gate(normed, weights["gate_up"], Activation.SILU), weights["down"])
 
     return run
 

@@ -21,6 +21,7 @@ from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.ops.declare import Activation
 from tests.kernels.paged import Geometry, make_metadata
 from tests.kernels.test_constraints import random_constraints
 
@@ -173,12 +174,13 @@ def test_as_many_rows(triton_ops: Any, reference: Any) -> None:
     x[-1] = draw(size, dtype=BF16, seed=1)
     last = x[-1:].clone()
     with last_programs_alone():
-        norm, gated, plain = triton_ops.rms_norm(x, weight, 1e-6), triton_ops.silu_mul(x), triton_ops.gelu(x)
+        norm, gated = triton_ops.rms_norm(x, weight, 1e-6), triton_ops.gate(x, Activation.SILU)
+        plain = triton_ops.activate(x, Activation.GELU)
         summed, _ = triton_ops.add_rms_norm(x, x, weight, 1e-6)
     for got, want in (
         (norm, reference.rms_norm(last, weight, 1e-6)),
-        (gated, reference.silu_mul(last)),
-        (plain, reference.gelu(last)),
+        (gated, reference.gate(last, Activation.SILU)),
+        (plain, reference.activate(last, Activation.GELU)),
         (summed, reference.add_rms_norm(last, last, weight, 1e-6)[0]),
     ):
         torch.testing.assert_close(got[-1:], want, atol=2e-2, rtol=2e-2)

@@ -20,6 +20,7 @@ from pagoda.kernels.linear.reference import sum_by_groups, sum_by_segments
 from pagoda.kernels.native.abi import PackedLinear
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
+from pagoda.ops.declare import Activation
 from pagoda.ops.tensor import LinearWeight
 from tests.device_under_test import DeviceUnderTest
 from tests.kernels.random_codes import random_codes
@@ -101,11 +102,11 @@ def test_groups_with_integer_scales_have_the_bits_of_the_definition(native: Any,
     x[1], x[2] = 1.0, -1.0  # the largest sums
     expected = sum_by_groups(x, weight)
     packed = native.prepare_quantized_linear(weight, torch.float32)
-    gated = native.linear_silu_mul(x[:8], packed)
-    assert torch.equal(native.linear_silu_mul(x, packed)[:8], gated)
+    gated = native.linear_gate(x[:8], packed, Activation.SILU)
+    assert torch.equal(native.linear_gate(x, packed, Activation.SILU)[:8], gated)
     for rows in (1, 2, 3, 4, 5, 6, 7, 31, 32, 70):
         assert torch.equal(native.logits(x[:rows], packed), expected[:rows]), rows
-    assert torch.equal(native.silu_mul(expected[:8].contiguous()), gated)
+    assert torch.equal(native.gate(expected[:8].contiguous(), Activation.SILU), gated)
 
 
 @pytest.mark.parametrize("kind", [*DTYPES, *QUANTIZED], ids=str)
@@ -175,12 +176,12 @@ def test_a_few_rows_of_few_panels_are_divided_along_k_with_the_same_bits(native:
     assert planned(native, weight.record, 4) == (4, 1, 4)  # nothing to gain
     assert planned(native, weight.record, 64) == (4, 3, 12)
     x = torch.randn(17, 2 * K_SEGMENT + 100).to(dtype) / 40
-    expected, gated = native.logits(x, weight), native.linear_silu_mul(x, weight)
+    expected, gated = native.logits(x, weight), native.linear_gate(x, weight, Activation.SILU)
     for threads, numbers in ((2, (1, 2, 15, 16)), (3, range(1, 18)), (5, (1, 7, 13)), (11, (1, 6)), (64, (1, 15))):
         ops = with_threads(native, threads)
         for rows in numbers:
             assert torch.equal(ops.logits(x[:rows], weight), expected[:rows]), (threads, rows)
-            assert torch.equal(ops.linear_silu_mul(x[:rows], weight), gated[:rows]), (threads, rows)
+            assert torch.equal(ops.linear_gate(x[:rows], weight, Activation.SILU), gated[:rows]), (threads, rows)
 
 
 def test_threads_of_a_plan_are_no_more_than_there_is_work_for(native: Any) -> None:
@@ -200,7 +201,7 @@ def test_threads_of_a_plan_are_no_more_than_there_is_work_for(native: Any) -> No
         assert planned(native, record, threads) == expected, (out_features, in_features, threads)
 
 
-def test_a_fused_gate_has_the_bits_of_its_parts(native: Any) -> None:
+def test_a_fused_activation_has_the_bits_of_its_parts(native: Any) -> None:
     """Of inputs of several segments, in each height of tiles and in more panels than a segment multiplies at a time."""
     torch.manual_seed(0)
     weight = native.prepare_linear(
@@ -208,8 +209,10 @@ def test_a_fused_gate_has_the_bits_of_its_parts(native: Any) -> None:
     )
     x = torch.randn(70, K_SEGMENT + 52).bfloat16() / 40
     for rows in (1, 2, 5, 6, 7, 13, 70):
-        apart = native.silu_mul(native.linear(x[:rows], weight))
-        assert torch.equal(with_threads(native, 2).linear_silu_mul(x[:rows], weight), apart), rows
+        linear, ops = native.linear(x[:rows], weight), with_threads(native, 2)
+        for kind in Activation:
+            assert torch.equal(ops.linear_gate(x[:rows], weight, kind), native.gate(linear, kind)), (rows, kind)
+            assert torch.equal(ops.linear_activate(x[:rows], weight, kind), native.activate(linear, kind)), (rows, kind)
 
 
 @pytest.mark.parametrize("rows", [(40, 33, 1), (64, 32, 5)], ids=str)

@@ -14,6 +14,7 @@ from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, scales_of
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.ops.declare import Activation
 from tests.kernels.random_codes import random_codes
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -198,7 +199,7 @@ def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: s
     want = torch.zeros(7, hidden)
     for token in range(7):
         for weight, expert in zip(weights[token] / weights[token].sum(), chosen[token].tolist(), strict=True):
-            active = native.silu_mul(native.linear(x[token : token + 1], up[expert]))
+            active = native.gate(native.linear(x[token : token + 1], up[expert]), Activation.SILU)
             want[token] += weight * native.logits(active, down[expert])[0]
     torch.testing.assert_close(got.float(), want, atol=1e-2, rtol=1e-2)
 

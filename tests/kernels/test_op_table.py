@@ -16,7 +16,7 @@ from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps, implementation
 from pagoda.kernels.torch_ops import TorchOps
-from pagoda.ops.declare import DType, Rows, Table, declared_ops, like, op
+from pagoda.ops.declare import Activation, DType, Rows, Table, declared_ops, like, op
 from pagoda.ops.forward import FORWARD_OPS, OP_TABLE
 from tests.device_under_test import DeviceUnderTest
 from tests.kernels.paged import Geometry, make_metadata
@@ -132,7 +132,7 @@ def test_wrong_arguments_are_refused_by_name(native: NativeOps) -> None:
         (lambda: native.linear(x.bfloat16(), packed), "multiplies rows of 64"),
         (lambda: native.linear(x, weight), "weight must be a PackedWeight"),
         (lambda: native.embedding(torch.zeros(2), x), "token_ids must be of"),
-        (lambda: native.silu_mul(torch.randn(2, 7)), "has no halves"),
+        (lambda: native.gate(torch.randn(2, 7), Activation.SILU), "has no halves"),
         (lambda: native.softcap([1.0], 3.0), "x must be a tensor"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -1,6 +1,6 @@
 """Every op but attention: each implementation against the reference, over ugly shapes, and row by row."""
 
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.ops.declare import Activation
 from tests.device_under_test import DeviceUnderTest
 from tests.kernels.paged import Geometry, make_metadata
 
@@ -99,27 +100,27 @@ def test_gated_norms(
 @pytest.mark.parametrize("tokens", [1, 3, 65])
 def test_gated_activations(fast: Ops, reference: ReferenceOps, tokens: int, width: int, dtype: torch.dtype) -> None:
     gate_up = 4 * draw(tokens, 2 * width, dtype=dtype)
-    close(fast.silu_mul(gate_up), reference.silu_mul(gate_up))
-    close(fast.gelu_tanh_mul(gate_up), reference.gelu_tanh_mul(gate_up))
-    close(fast.gelu_mul(gate_up), reference.gelu_mul(gate_up))
+    for kind in Activation:
+        close(fast.gate(gate_up, kind), reference.gate(gate_up, kind))
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu", "sigmoid", "tanh"])
-def test_plain_activations(fast: Ops, reference: ReferenceOps, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", Activation, ids=lambda kind: kind.name)
+def test_plain_activations(fast: Ops, reference: ReferenceOps, kind: Activation, dtype: torch.dtype) -> None:
     for x in (4 * draw(65, 100, dtype=dtype), torch.linspace(-20, 20, 9001).to(dtype).view(1, -1)):
-        close(getattr(fast, name)(x), getattr(reference, name)(x))
-    assert getattr(fast, name)(torch.full((1, 3), torch.nan, dtype=dtype)).isnan().all()
+        close(fast.activate(x, kind), reference.activate(x, kind))
+    assert fast.activate(torch.full((1, 3), torch.nan, dtype=dtype), kind).isnan().all()
 
 
 @DTYPES
 @pytest.mark.parametrize(("tokens", "width"), [(1, 48), (3, 40), (70, 1000)])
-def test_a_sigmoid_of_some_columns(
+def test_activations_of_some_columns(
     fast: Ops, reference: ReferenceOps, tokens: int, width: int, dtype: torch.dtype
 ) -> None:
     x = draw(tokens, width + 77, dtype=dtype)
     gate = fast.select_heads(x, 33, 1, width)
-    close(fast.sigmoid(gate), reference.sigmoid(x[:, None, 33 : 33 + width].contiguous()))
+    for kind in Activation:
+        close(fast.activate(gate, kind), reference.activate(x[:, None, 33 : 33 + width].contiguous(), kind))
 
 
 @DTYPES
@@ -135,14 +136,11 @@ def test_activations_at_their_ends(fast: Ops, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e4, -90.0, -1e-3, 0.0, 1e-3, 90.0, 1e4], dtype=dtype)
     ones = torch.ones_like(gate)
 
-    def whole(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda gate_up: activation(gate_up[:, : len(gate)].contiguous())
-
-    plain = map(whole, (fast.silu, fast.gelu, fast.gelu_tanh))
-    for gated in (fast.silu_mul, fast.gelu_tanh_mul, fast.gelu_mul, *plain):
-        out = gated(torch.cat([gate, ones]).unsqueeze(0))[0]
-        close(out[[0, 1, 3, 5, 6]], torch.tensor([0.0, 0.0, 0.0, 90.0, 1e4], dtype=dtype))
-        assert out[2] < 0 < out[4]
+    for kind in (Activation.SILU, Activation.GELU, Activation.GELU_TANH):
+        gated, plain = fast.gate(torch.cat([gate, ones]).unsqueeze(0), kind), fast.activate(gate.unsqueeze(0), kind)
+        for out in (gated[0], plain[0]):
+            close(out[[0, 1, 3, 5, 6]], torch.tensor([0.0, 0.0, 0.0, 90.0, 1e4], dtype=dtype))
+            assert out[2] < 0 < out[4]
 
 
 @DTYPES
@@ -334,12 +332,8 @@ def test_bits_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> 
     for run in (
         lambda o, rows: o.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
         lambda o, rows: o.rms_norm(x[rows], weight, 1e-5),
-        lambda o, rows: o.silu_mul(gate_up[rows]),
-        lambda o, rows: o.gelu_tanh_mul(gate_up[rows]),
-        lambda o, rows: o.gelu_mul(gate_up[rows]),
-        lambda o, rows: o.gelu(x[rows]),
-        lambda o, rows: o.tanh(x[rows]),
-        lambda o, rows: o.sigmoid(x[rows]),
+        *(partial(lambda o, rows, kind: o.gate(gate_up[rows], kind), kind=kind) for kind in Activation),
+        *(partial(lambda o, rows, kind: o.activate(x[rows], kind), kind=kind) for kind in Activation),
         lambda o, rows: o.scale(x[rows], 0.3),
         lambda o, rows: o.scale(x[rows][:, 2:], 0.3),
         lambda o, rows: o.multiply(x[rows], residual[rows]),

@@ -12,7 +12,7 @@ from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, KVLayer
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.replay.program import Program
 from pagoda.kernels.replay.recorder import NotRecordable, record_forward
-from pagoda.ops.declare import Domain
+from pagoda.ops.declare import Activation, Domain
 from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.kernels.paged import Geometry, make_metadata
 
@@ -57,7 +57,8 @@ class SmallModel:
             return x
         x = ops.moe(x, ops.logits(x, self.router), self.gate_up, self.down, 2, True)
         if "encoder" in batch.inputs:
-            states = ops.silu_mul(ops.linear(batch.inputs["encoder"].tensor, self.gate))  # rows of their own domain
+            gate_up = ops.linear(batch.inputs["encoder"].tensor, self.gate)  # rows of their own domain
+            states = ops.gate(gate_up, Activation.SILU)
             x = ops.add(x, ops.select_rows(states, batch.inputs["of_encoder"].tensor))
         return ops.add(x, residual)
 
@@ -193,11 +194,11 @@ def test_a_gate_is_not_fused_where_its_input_is_read_again(native: NativeOps) ->
     model = SmallModel(native)
 
     def once(ops, batch: ForwardBatch, kv: Sequence[KVLayer]):
-        return ops.silu_mul(ops.linear(ops.embedding(batch.token_ids, TABLE), model.gate))
+        return ops.gate(ops.linear(ops.embedding(batch.token_ids, TABLE), model.gate), Activation.SILU)
 
     def twice(ops, batch: ForwardBatch, kv: Sequence[KVLayer]):
         gate_up = ops.linear(ops.embedding(batch.token_ids, TABLE), model.gate)
-        return ops.silu_mul(gate_up), ops.gelu_tanh_mul(gate_up)
+        return ops.gate(gate_up, Activation.SILU), ops.gate(gate_up, Activation.GELU_TANH)
 
     batch, kv = batch_of(STEPS[0]), caches()[0]
     fused, plain = record(native, once, batch, kv), record(native, twice, batch, kv)

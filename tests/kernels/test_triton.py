@@ -16,6 +16,7 @@ from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.sampling import reference as sampling
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.ops.declare import Activation
 from pagoda.worker.batch_rows import BatchRows, PaddedSize
 from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata
 from tests.kernels.test_constraints import random_constraints
@@ -104,11 +105,12 @@ def test_norm_of_heads_inside_a_fused_projection(triton_ops: Any, reference: Any
 def test_activations(triton_ops: Any, reference: Any, dtype: torch.dtype) -> None:
     gate = torch.linspace(-20, 20, 1100)
     gate_up = torch.cat([gate, gate.flip(0) / 20]).to(DEVICE, dtype).view(1, -1).repeat(2, 1)
-    for name in ("silu_mul", "gelu_tanh_mul", "gelu_mul", "gelu", "gelu_tanh", "silu", "tanh"):
-        close(getattr(triton_ops, name)(gate_up), getattr(reference, name)(gate_up))
-        assert getattr(triton_ops, name)(gate_up * torch.nan).isnan().all()
+    for kind in Activation:
+        for ours, theirs in ((triton_ops.activate, reference.activate), (triton_ops.gate, reference.gate)):
+            close(ours(gate_up, kind), theirs(gate_up, kind))
+            assert ours(gate_up * torch.nan, kind).isnan().all()
     close(triton_ops.softcap(gate_up, 7.0), reference.softcap(gate_up, 7.0))
-    close(triton_ops.tanh(gate_up / 1e4), reference.tanh(gate_up / 1e4))
+    close(triton_ops.activate(gate_up / 1e4, Activation.TANH), reference.activate(gate_up / 1e4, Activation.TANH))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)

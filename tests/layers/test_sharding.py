@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.quantize import codes_of
 from pagoda.layers.attention import Attention, Heads
-from pagoda.layers.mlp import Activation, GatedMLP
+from pagoda.layers.mlp import GatedMLP
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Axis, Matrix, Part
 from pagoda.layers.rope_config import RopeConfig
@@ -19,6 +19,7 @@ from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.loading.pieces import weight_pieces
 from pagoda.loading.weights import open_weights
+from pagoda.ops.declare import Activation
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model, save
 

@@ -56,7 +56,7 @@ def edit(folder: Path, **changes: Any) -> None:
         ({"architectures": ["BloomForCausalLM"]}, "unknown model architecture 'BloomForCausalLM'"),
         ({"architectures": ["LlamaForCasualLM"]}, "did you mean 'LlamaForCausalLM'"),
         ({"architectures": None}, "'architectures' is missing"),
-        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: gelu"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; supported: gelu"),
         ({"hidden_size": "96"}, "hidden_size = '96', expected a positive integer"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0, expected a positive integer"),
@@ -95,7 +95,7 @@ def edit(folder: Path, **changes: Any) -> None:
             {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2},
             "layer_types has 2 entries for 3 layers",
         ),
-        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "relu"}, "hidden_activation 'relu' is not"),
+        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "mish"}, "hidden_activation 'mish' is not"),
         (
             {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
             "use_bidirectional_attention = True is not supported",

@@ -8,8 +8,8 @@ import pytest
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingKind, PoolingPlan
-from pagoda.layers.mlp import Activation
 from pagoda.loading.sentence_transformers import SentenceTransformersModules, read_pooling
+from pagoda.ops.declare import Activation
 
 HIDDEN = 96
 OLD = "sentence_transformers.models."

@@ -184,7 +184,7 @@ def test_longest_text(folders: Folders, on: DeviceUnderTest) -> None:
         ("roberta", "id2label", {"0": "no", "2": "yes"}, "a name for each of the outputs 0 to 1"),
         ("bert", "sbert_ce_default_activation_function", "torch.nn.modules.activation.Tanh", "Tanh' is not supported"),
         ("bert", "sbert_ce_default_activation_function", "mine.Identity", "mine.Identity' is not supported"),
-        ("modernbert", "hidden_activation", "relu", "hidden_activation 'relu' is not supported"),
+        ("modernbert", "hidden_activation", "mish", "hidden_activation 'mish' is not supported"),
         ("modernbert", "layer_types", ["linear_attention"] * 4, "layer_types[0] 'linear_attention'"),
         ("modernbert", "classifier_pooling", "max", "classifier_pooling 'max'"),
     ],

@@ -176,7 +176,7 @@ def test_qwen3_5_is_read_from_a_checkpoint_with_a_tower(are_stacked: bool, tmp_p
         ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
         ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
         ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
-        ("phi3", {"sliding_window": 7, "tie_word_embeddings": True}),
+        ("phi3", {"sliding_window": 7, "tie_word_embeddings": True, "hidden_act": "relu2"}),
         ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
         ("gpt-neox", {"use_parallel_residual": False, "hidden_act": "gelu_new", "attention_bias": False}),
     ],

@@ -123,7 +123,7 @@ def write(folder: Path, settings: dict[str, Any]) -> ModelFiles:
         ("smollm3", "no_rope_layers", [1, 0], "a number for each of the 4 layers"),
         ("starcoder2", "hidden_act", "mish", "'mish' is not supported"),
         ("gpt-neox", "hidden_act", "mish", "'mish' is not supported"),
-        ("glm4", "hidden_act", "relu", "'relu' is not supported"),
+        ("glm4", "hidden_act", "mish", "'mish' is not supported"),
         ("gemma2", "use_bidirectional_attention", True, "not supported"),
         ("qwen2-moe", "use_sliding_window", True, "not supported"),
         ("gemma4", "enable_moe_block", True, "not supported"),

@@ -14,6 +14,7 @@ from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.cli import doctor
 from pagoda.cli.main import main
 from pagoda.kernels.activation import reference
+from pagoda.ops.declare import Activation
 from pagoda.worker import devices
 from pagoda.worker.devices.device import Device
 from tests.engine.byte_llama import write_byte_llama
@@ -91,10 +92,10 @@ def test_what_it_does_not_have_is_refused_in_its_own_words(model: Path) -> None:
 
 
 def test_its_kernel_equals_the_reference() -> None:
-    from pagoda_npu.kernels import silu_mul
+    from pagoda_npu.kernels import gate
 
     x = torch.randn(5, 2 * 33, generator=torch.Generator().manual_seed(0)) * 4
-    torch.testing.assert_close(silu_mul(x), reference.silu_mul(x))
+    torch.testing.assert_close(gate(x, Activation.SILU), reference.gate(x, Activation.SILU))
 
 
 class Available(Device):

@@ -2,11 +2,11 @@
 #include <algorithm>
 
 #include "elementwise.h"
-#include "gates.h"
+#include "functions.h"
 
 namespace {
 
-template <class Activation, class T>
+template <class Function, class T>
 void gated(const Tensor& gate_up, const Tensor& out, int threads) {
     int64_t width = out.dim, elements = num_elements(out);
     parallel(threads_for(elements * 2, threads), [&](int thread, int num_threads) {
@@ -15,55 +15,48 @@ void gated(const Tensor& gate_up, const Tensor& out, int threads) {
         for (int64_t at = mine.begin; at < mine.end;) {
             int64_t token = at / width, column = at % width;
             int64_t count = width - column < mine.end - at ? width - column : mine.end - at;
-            gate_lanes<Activation>(elements_of<T>(gate_up) + token * 2 * width + column, width, elements_of<T>(out) + at,
-                                   count);
+            gate_lanes<Function>(elements_of<T>(gate_up) + token * 2 * width + column, width, elements_of<T>(out) + at,
+                                 count);
             at += count;
         }
     });
 }
 
-template <class Activation>
-void gated(const Tensor& gate_up, const Tensor& out, int threads) {
-    by_dtype(out.dtype, [&](auto element) { gated<Activation, decltype(element)>(gate_up, out, threads); });
-}
-
 // Rows of x may be apart.
-template <class Activation>
+template <class Function, class T>
 void plain(const Tensor& x, const Tensor& out, int threads) {
     int64_t elements = num_elements(x), of_row = x.heads * x.dim, width = x.stride == of_row ? elements : of_row;
-    by_dtype(x.dtype, [&](auto element) {
-        using T = decltype(element);
-        parallel(threads_for(elements, threads), [&](int thread, int num_threads) {
-            Range mine = share_of(elements, thread, num_threads, 64);
-            for (int64_t at = mine.begin; at < mine.end;) {
-                int64_t row = at / width, column = at % width, count = std::min(width - column, mine.end - at);
-                const T* from = elements_of<T>(x) + row * x.stride + column;
-                T* to = elements_of<T>(out) + at;
-                for_lanes(count, [&](int64_t i, int n) {
-                    store_lanes(to + i, Activation::of(load_lanes(from + i, n)), n);
-                });
-                at += count;
-            }
-        });
+    parallel(threads_for(elements, threads), [&](int thread, int num_threads) {
+        Range mine = share_of(elements, thread, num_threads, 64);
+        for (int64_t at = mine.begin; at < mine.end;) {
+            int64_t row = at / width, column = at % width, count = std::min(width - column, mine.end - at);
+            const T* from = elements_of<T>(x) + row * x.stride + column;
+            T* to = elements_of<T>(out) + at;
+            for_lanes(count, [&](int64_t i, int n) { store_lanes(to + i, Function::of(load_lanes(from + i, n)), n); });
+            at += count;
+        }
     });
+}
+
+// body(function, element): of types of the activation function and of the elements.
+template <class Body>
+void by_types(int32_t kind, int32_t dtype, Body&& body) {
+    by_activation(kind, [&](auto function) { by_dtype(dtype, [&](auto element) { body(function, element); }); });
 }
 
 }  // namespace
 
-PAGODA_EXPORT void pagoda_silu_mul(const SiluMulArgs* a, int32_t threads) { gated<Silu>(a->gate_up, a->out, threads); }
-
-PAGODA_EXPORT void pagoda_gelu_tanh_mul(const GeluTanhMulArgs* a, int32_t threads) {
-    gated<GeluTanh>(a->gate_up, a->out, threads);
+PAGODA_EXPORT void pagoda_activate(const ActivateArgs* a, int32_t threads) {
+    by_types(a->kind, a->x.dtype, [&](auto function, auto element) {
+        plain<decltype(function), decltype(element)>(a->x, a->out, threads);
+    });
 }
 
-PAGODA_EXPORT void pagoda_gelu_mul(const GeluMulArgs* a, int32_t threads) { gated<Gelu>(a->gate_up, a->out, threads); }
-
-PAGODA_EXPORT void pagoda_gelu(const GeluArgs* a, int32_t threads) { plain<Gelu>(a->x, a->out, threads); }
-PAGODA_EXPORT void pagoda_gelu_tanh(const GeluTanhArgs* a, int32_t threads) { plain<GeluTanh>(a->x, a->out, threads); }
-PAGODA_EXPORT void pagoda_silu(const SiluArgs* a, int32_t threads) { plain<Silu>(a->x, a->out, threads); }
-PAGODA_EXPORT void pagoda_relu(const ReluArgs* a, int32_t threads) { plain<Relu>(a->x, a->out, threads); }
-PAGODA_EXPORT void pagoda_sigmoid(const SigmoidArgs* a, int32_t threads) { plain<Sigmoid>(a->x, a->out, threads); }
-PAGODA_EXPORT void pagoda_tanh(const TanhArgs* a, int32_t threads) { plain<Tanh>(a->x, a->out, threads); }
+PAGODA_EXPORT void pagoda_gate(const GateArgs* a, int32_t threads) {
+    by_types(a->kind, a->out.dtype, [&](auto function, auto element) {
+        gated<decltype(function), decltype(element)>(a->gate_up, a->out, threads);
+    });
+}
 
 PAGODA_EXPORT void pagoda_xielu(const XieluArgs* a, int32_t threads) {
     by_dtype(a->x.dtype, [&](auto element) {

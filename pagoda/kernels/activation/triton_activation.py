@@ -1,12 +1,11 @@
 """Activations in Triton, gated and plain: elementwise, in float32, rounded once."""
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 
 from pagoda.kernels.triton_support import jit
+from pagoda.ops.declare import Activation
 
 _BLOCK = 1024
 
@@ -35,15 +34,23 @@ def _tanh(x):
 
 @jit
 def _activate(x, KIND: tl.constexpr):
-    if KIND == "silu":
+    if KIND == "SILU":
         return x * _sigmoid(x)
-    elif KIND == "gelu":
+    elif KIND == "GELU":
         return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":
+    elif KIND == "GELU_TANH":
         return _gelu_tanh(x)
-    else:
-        tl.static_assert(KIND == "tanh")
+    elif KIND == "RELU":
+        return tl.where(x < 0, 0.0, x)
+    elif KIND == "RELU_SQUARED":
+        return tl.where(x < 0, 0.0, x * x)
+    elif KIND == "SIGMOID":
+        return _sigmoid(x)
+    elif KIND == "TANH":
         return _tanh(x)
+    else:
+        tl.static_assert(KIND == "IDENTITY")
+        return x
 
 
 @jit
@@ -65,37 +72,25 @@ def _plain(x, out, num_elements, cap, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, (cap * _activate(value / cap, KIND)).to(out.dtype.element_ty), mask=inside)
 
 
-def _gated_by(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the op that reference.py calls `kind`_mul."""
-
-    def run(gate_up: torch.Tensor) -> torch.Tensor:
-        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
-        _gated[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, kind, _BLOCK)
-        return out
-
-    return run
+def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """See reference.activate."""
+    return _run_plain(x.contiguous(), kind)
 
 
-def _by(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the op that reference.py calls `kind`."""
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return _run_plain(x, kind)
-
-    return run
-
-
-def _run_plain(x: torch.Tensor, kind: str, cap: float = 1.0) -> torch.Tensor:
-    out = torch.empty_like(x)
-    _plain[(triton.cdiv(x.numel(), _BLOCK),)](x, out, x.numel(), cap, kind, _BLOCK)
+def gate(gate_up: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """See reference.gate."""
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    _gated[(tokens, triton.cdiv(width, _BLOCK))](gate_up, out, width, kind.name, _BLOCK)
     return out
 
 
-silu_mul, gelu_tanh_mul, gelu_mul = _gated_by("silu"), _gated_by("gelu_tanh"), _gated_by("gelu")
-gelu, gelu_tanh, silu, tanh = _by("gelu"), _by("gelu_tanh"), _by("silu"), _by("tanh")
+def _run_plain(x: torch.Tensor, kind: Activation, cap: float = 1.0) -> torch.Tensor:
+    out = torch.empty_like(x)
+    _plain[(triton.cdiv(x.numel(), _BLOCK),)](x, out, x.numel(), cap, kind.name, _BLOCK)
+    return out
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """See reference.softcap."""
-    return _run_plain(x, "tanh", cap)
+    return _run_plain(x, Activation.TANH, cap)

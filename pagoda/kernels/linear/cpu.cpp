@@ -7,11 +7,11 @@ namespace {
 
 constexpr int64_t MOST_CONVERTED_BYTES = 8 << 20;  // of rows of all heads, which are converted before they are multiplied
 
-void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, Gate gate, int threads, bool gelu = false) {
+void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, int threads, int32_t activation, bool gated) {
     if (x.rows == 0) return;
     auto* to = static_cast<char*>(out.data);
     for (; weight != nullptr; weight = weight->next) {
-        linear_run({weight, x.data, x.rows, x.stride, x.dtype, out.dtype, to, out.stride, gate, nullptr, gelu}, threads);
+        linear_run({weight, x.data, x.rows, x.stride, x.dtype, out.dtype, to, out.stride, activation, gated}, threads);
         to += weight->out_features * (out.dtype == F32 ? 4 : 2);
     }
 }
@@ -19,22 +19,16 @@ void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, Gate ga
 }  // namespace
 
 PAGODA_EXPORT void pagoda_linear(const LinearArgs* a, int32_t threads) {
-    run(a->x, a->weight, a->out, GATE_NONE, threads);
+    run(a->x, a->weight, a->out, threads, ACTIVATION_IDENTITY, false);
 }
 PAGODA_EXPORT void pagoda_logits(const LogitsArgs* a, int32_t threads) {
-    run(a->x, a->weight, a->out, GATE_NONE, threads);
+    run(a->x, a->weight, a->out, threads, ACTIVATION_IDENTITY, false);
 }
-PAGODA_EXPORT void pagoda_linear_silu_mul(const LinearSiluMulArgs* a, int32_t threads) {
-    run(a->x, a->weight, a->out, GATE_SILU, threads);
+PAGODA_EXPORT void pagoda_linear_activate(const LinearActivateArgs* a, int32_t threads) {
+    run(a->x, a->weight, a->out, threads, a->kind, false);
 }
-PAGODA_EXPORT void pagoda_linear_gelu_tanh_mul(const LinearGeluTanhMulArgs* a, int32_t threads) {
-    run(a->x, a->weight, a->out, GATE_GELU_TANH, threads);
-}
-PAGODA_EXPORT void pagoda_linear_gelu_mul(const LinearGeluMulArgs* a, int32_t threads) {
-    run(a->x, a->weight, a->out, GATE_GELU, threads);
-}
-PAGODA_EXPORT void pagoda_linear_gelu(const LinearGeluArgs* a, int32_t threads) {
-    run(a->x, a->weight, a->out, GATE_NONE, threads, true);
+PAGODA_EXPORT void pagoda_linear_gate(const LinearGateArgs* a, int32_t threads) {
+    run(a->x, a->weight, a->out, threads, a->kind, true);
 }
 
 // Head h of x times rows h * out .. of the weight: whole panels, each multiplied with the x of its head.
@@ -43,7 +37,7 @@ PAGODA_EXPORT void pagoda_linear_by_head(const LinearByHeadArgs* a, int32_t thre
     auto job_of = [&](int64_t head, int64_t first, int64_t rows) -> LinearJob {
         const char* x = static_cast<const char*>(a->x.data) + (first * a->x.stride + head * a->x.dim) * element_bytes;
         char* out = static_cast<char*>(a->out.data) + first * a->out.stride * element_bytes;
-        return {a->weight, x, rows, a->x.stride, a->x.dtype, a->out.dtype, out, a->out.stride, GATE_NONE, nullptr};
+        return {a->weight, x, rows, a->x.stride, a->x.dtype, a->out.dtype, out, a->out.stride};
     };
     int64_t per_row = static_cast<int64_t>(linear_scratch_bytes(job_of(0, 0, 1))), panels = linear_panels(job_of(0, 0, 1));
     int64_t block = per_row > 0 ? std::max<int64_t>(1, MOST_CONVERTED_BYTES / (heads * per_row)) : a->x.rows;

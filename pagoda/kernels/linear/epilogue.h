@@ -1,7 +1,7 @@
 // The epilogue of a linear layer: from sums to the output.
 #pragma once
 
-#include "../activation/gates.h"
+#include "../activation/functions.h"
 #include "gemm.h"
 
 // A tile of the output that is summed: rows of sums, `stride` apart, for `columns` columns from `column` on. `up`: with a
@@ -13,9 +13,6 @@ struct Summed {
 
 inline f32x16 with_bias(const float* sums, const float* bias, int64_t column) {
     return bias == nullptr ? load(sums) : load(sums) + load(bias + column);
-}
-inline f32x16 activated(int32_t gate, f32x16 x) {
-    return gate == GATE_SILU ? Silu::of(x) : gate == GATE_GELU ? Gelu::of(x) : GeluTanh::of(x);
 }
 
 // value(i, column): of the tile's sums from index i on.
@@ -33,13 +30,14 @@ void finish(const LinearJob& job, const Summed& tile) {
     const float* bias = job.weight->bias;
     int64_t partner = job.weight->out_features / 2;
     auto sum = [&](int64_t at, int64_t column) { return with_bias(tile.sums + at, bias, column); };
-    if (job.gate != GATE_NONE)
-        write_out<Out>(job, tile, [&](int64_t at, int64_t column) {
-            f32x16 up = with_bias(tile.up + at, bias, partner + column);
-            return activated(job.gate, rounded<Out>(sum(at, column))) * rounded<Out>(up);
-        });
-    else if (job.gelu)
-        write_out<Out>(job, tile, [&](int64_t at, int64_t column) { return Gelu::of(rounded<Out>(sum(at, column))); });
-    else
-        write_out<Out>(job, tile, sum);
+    if (job.activation == ACTIVATION_IDENTITY && !job.gated) return write_out<Out>(job, tile, sum);
+    by_activation(job.activation, [&](auto function) {
+        if (job.gated)
+            write_out<Out>(job, tile, [&](int64_t at, int64_t column) {
+                f32x16 up = with_bias(tile.up + at, bias, partner + column);
+                return function.of(rounded<Out>(sum(at, column))) * rounded<Out>(up);
+            });
+        else
+            write_out<Out>(job, tile, [&](int64_t at, int64_t column) { return function.of(rounded<Out>(sum(at, column))); });
+    });
 }

@@ -31,7 +31,7 @@ void multiply_segments(const LinearJob& job, const LinearPlan& plan, int64_t pan
     const PackedLinear& w = *job.weight;
     const Tiles& tiles = kernels_of(w).tiles;
     Operand x = operand(job);
-    int64_t sides = job.gate != GATE_NONE ? 2 : 1, partner = w.out_features / 2 / PANEL;
+    int64_t sides = job.gated ? 2 : 1, partner = w.out_features / 2 / PANEL;
     int64_t side_size = job.rows * PANEL, size = sides * side_size;
     float* of_panel = shared.sums + panel * plan.segments * size;
     for (int64_t segment = begin; segment < end; segment++) {
@@ -68,11 +68,11 @@ void multiply_part(const LinearJob& job, const LinearPlan& plan, int thread, con
 }
 
 void multiply_few_rows(const LinearJob& job, int threads) {
-    LinearPlan plan = plan_of(*job.weight, job.gate != GATE_NONE, threads);
+    LinearPlan plan = plan_of(*job.weight, job.gated, threads);
     SharedSums shared{};
     if (plan.segments > 1) {
         int64_t counts = round_up(plan.panels * static_cast<int64_t>(sizeof(*shared.done)), 64);
-        int64_t sums = plan.panels * plan.segments * (job.gate != GATE_NONE ? 2 : 1) * job.rows * PANEL * 4;
+        int64_t sums = plan.panels * plan.segments * (job.gated ? 2 : 1) * job.rows * PANEL * 4;
         auto* memory = static_cast<char*>(thread_scratch(static_cast<size_t>(counts + sums), SHARED_SCRATCH));
         memset(memory, 0, static_cast<size_t>(counts));
         shared = {reinterpret_cast<std::atomic<int64_t>*>(memory), reinterpret_cast<float*>(memory + counts)};
@@ -87,7 +87,7 @@ void multiply_few_rows(const LinearJob& job, int threads) {
 // Panels that `multiply` may be given at once. A single tile reads its panels to their ends: one stream.
 int64_t most_panels(const LinearJob& job, int64_t rows) {
     if (elements_at_once(*job.weight) == job.weight->in_features) return INT64_MAX / 2;
-    return rows > MAX_TILE_ROWS ? MOST_PANELS_OF_SEGMENT : job.gate != GATE_NONE ? 1 : MAX_TILE_PANELS;
+    return rows > MAX_TILE_ROWS ? MOST_PANELS_OF_SEGMENT : job.gated ? 1 : MAX_TILE_PANELS;
 }
 
 // What a thread has claimed of its own pieces, or others have of them.
@@ -187,7 +187,7 @@ int64_t linear_pieces_of_x(const LinearJob& job) { return job.rows * num_segment
 
 int64_t linear_panels(const LinearJob& job) {
     int64_t panels = (job.weight->out_features + PANEL - 1) / PANEL;
-    return job.gate != GATE_NONE ? panels / 2 : panels;
+    return job.gated ? panels / 2 : panels;
 }
 
 void linear_multiply_part(const LinearJob& job, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {

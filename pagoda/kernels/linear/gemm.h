@@ -8,11 +8,9 @@
 #include "parallel.h"
 #include "simd.h"
 
-enum Gate : int32_t { GATE_NONE = 0, GATE_SILU = 1, GATE_GELU_TANH = 2, GATE_GELU = 3 };
-
 // out = x @ weight.T + bias. `dtype` is x's, `out_dtype` the same or F32.
-// gate: the weight holds gate then up, each a whole number of panels; out = activation(gate) * up, both rounded first.
-// gelu: without a gate; out = gelu(x @ weight.T + bias), rounded before.
+// activation: of the output, rounded before.
+// gated: the weight holds gate then up, each a whole number of panels; out = activation(gate) * up, both rounded before.
 struct LinearJob {
     const PackedLinear* weight;
     const void* x;
@@ -20,9 +18,9 @@ struct LinearJob {
     int32_t dtype, out_dtype;
     void* out;
     int64_t out_stride;
-    int32_t gate;
-    void* scratch;  // linear_scratch_bytes(), or null when that is 0
-    bool gelu = false;
+    int32_t activation = ACTIVATION_IDENTITY;
+    bool gated = false;
+    void* scratch = nullptr;  // linear_scratch_bytes(), or null when that is 0
 };
 
 // Bytes needed to convert x before the multiplication (quantised, widened, padded); often 0.

@@ -50,7 +50,7 @@ class Product {
     const Operand x;
     const Rectangle of;
     const int64_t next_panel;
-    const bool gated = job.gate != GATE_NONE, in_segments = elements_at_once(w) < w.in_features;
+    const bool gated = job.gated, in_segments = elements_at_once(w) < w.in_features;
     const bool unpacks = kernels.unpack != nullptr && of.height() >= UNPACK_ROWS;
     const Tiles& tiles = unpacks ? kernels.of_unpacked : kernels.tiles;
     const int64_t sides = gated ? 2 : 1, bytes = panel_bytes(w), partner = w.out_features / 2 / PANEL * bytes;

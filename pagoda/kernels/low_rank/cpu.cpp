@@ -121,7 +121,7 @@ void shrink(const Tensor& x, const Sorted& sorted, Task* tasks, T* inner, int th
                      stride = x.dim;
                  }
                  multiply({segment.slot->a, from, rows, stride, x.dtype, x.dtype, inner + row * sorted.inner,
-                           sorted.inner, GATE_NONE, nullptr},
+                           sorted.inner},
                           panel, panel_end);
              });
 }
@@ -180,7 +180,7 @@ void expand(const Tensor& y, const Sorted& sorted, Task* tasks, const T* inner, 
                  int64_t rows = row_end - row, columns = part.out_features;
                  auto* sums = static_cast<float*>(thread_scratch(sizeof(float) * rows * columns, 1));
                  multiply({&part, inner + row * sorted.inner + piece->first_rank, rows, sorted.inner, dtype, F32, sums,
-                           columns, GATE_NONE, nullptr},
+                           columns},
                           0, panel_end - panel);
                  for (int64_t r = 0; r < rows; r++) {
                      Y* to = elements_of<Y>(y) + sorted.order[row + r] * y.stride + piece->first_row + panel * PANEL;

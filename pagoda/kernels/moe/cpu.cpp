@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../activation/gates.h"
+#include "../activation/functions.h"
 #include "../linear/gemm.h"
 #include "elementwise.h"
 
@@ -219,8 +219,8 @@ void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t to
             memcpy(static_cast<void*>(sorted + i * hidden), x + routing.token[i] * a.x.stride, sizeof(T) * hidden);
     });
     int32_t dtype = a.x.dtype;
-    Gate gate = fused ? GATE_SILU : GATE_NONE;
-    multiply_experts({a.gate_up->experts[0], sorted, pairs, hidden, dtype, dtype, up, up_width, gate, nullptr},
+    int32_t activation = fused ? ACTIVATION_SILU : ACTIVATION_IDENTITY;
+    multiply_experts({a.gate_up->experts[0], sorted, pairs, hidden, dtype, dtype, up, up_width, activation, fused},
                      *a.gate_up, routing, threads);
     if (!fused)
         parallel(threads_for(pairs * inner * 2, threads, pairs), [&](int thread, int num_threads) {
@@ -232,7 +232,7 @@ void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t to
                     limited_gate(up + i * up_width, inner, active + i * inner, inner, a.alpha, a.limit);
             }
         });
-    multiply_experts({a.down->experts[0], active, pairs, inner, dtype, F32, results, hidden, GATE_NONE, nullptr}, *a.down,
+    multiply_experts({a.down->experts[0], active, pairs, inner, dtype, F32, results, hidden}, *a.down,
                      routing, threads);
     parallel(threads_for(pairs * hidden, threads, tokens), [&](int thread, int num_threads) {
         Range mine = share_of(tokens, thread, num_threads);

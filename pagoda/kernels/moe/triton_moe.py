@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels.activation.triton_activation import silu_mul
+from pagoda.kernels.activation.triton_activation import gate
 from pagoda.kernels.linear.triton_forms import TiledLinear, step_size
 from pagoda.kernels.linear.triton_linear import rows_for
 from pagoda.kernels.linear.triton_product import product, scaled
 from pagoda.kernels.moe.reference import grouped_moe_by
 from pagoda.kernels.triton_support import jit
+from pagoda.ops.declare import Activation
 
 _LAST_ID = tl.constexpr(2**31 - 1)
 
@@ -164,7 +165,7 @@ class TritonMoE:
         pairs = of_pair.argsort(stable=True)
         counts = torch.zeros(gate_up.num_experts + 1, dtype=torch.int64, device=x.device)
         first_pairs = counts.index_add_(0, of_pair + 1, torch.ones_like(of_pair)).cumsum(0)
-        active = silu_mul(self._multiply(x.contiguous(), gate_up, pairs, first_pairs, top_k, x.dtype))
+        active = gate(self._multiply(x.contiguous(), gate_up, pairs, first_pairs, top_k, x.dtype), Activation.SILU)
         parts = self._multiply(active, down, pairs, first_pairs, 1, torch.float32)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         block = 512

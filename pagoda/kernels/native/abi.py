@@ -12,6 +12,7 @@ from typing import Any
 
 from pagoda.kernels.linear.forms import Offset
 from pagoda.ops.declare import (
+    Activation,
     Argument,
     Cache,
     Domain,
@@ -65,6 +66,7 @@ class Layout(IntEnum):
 ENUMS: dict[str, type[IntEnum]] = {
     "": DType,
     "DOMAIN_": Domain,
+    "ACTIVATION_": Activation,
     "OFFSET_": Offset,
     "BAD_": CheckResult,
     "RANKS_": RankFailure,

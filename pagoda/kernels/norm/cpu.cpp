@@ -1,7 +1,7 @@
 // RMS and layer normalisation; their definition is norm/reference.py.
 #include <cmath>
 
-#include "../activation/gates.h"
+#include "../activation/functions.h"
 #include "elementwise.h"
 
 namespace {

@@ -1,7 +1,7 @@
 // Short causal convolutions; their definition is recurrent/reference.py.
 #include <cstring>
 
-#include "../activation/gates.h"
+#include "../activation/functions.h"
 #include "elementwise.h"
 #include "state_rows.h"
 

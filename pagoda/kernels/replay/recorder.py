@@ -205,7 +205,9 @@ class RecordingOps:
             gated = next(iter(call.outputs.values())).row_elements < between.row_elements
             if gated and not _gates_whole_panels(first):
                 continue
-            calls[maker[between]] = self._op_call(OP_TABLE[fused], first.arguments, list(call.outputs.values()))
+            op, arguments = OP_TABLE[fused], call.arguments | first.arguments
+            arguments = {name: arguments[name] for name in op.arguments}
+            calls[maker[between]] = self._op_call(op, arguments, list(call.outputs.values()))
             calls[index] = None
         return [call for call in calls if call is not None]
 

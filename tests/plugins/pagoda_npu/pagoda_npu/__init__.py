@@ -35,7 +35,7 @@ class NpuDevice(Device):
 
     @classmethod
     def report(cls) -> str:
-        return f"npu: pretended, {MEMORY_BYTES >> 20} MiB each, reference kernels with a silu_mul of its own"
+        return f"npu: pretended, {MEMORY_BYTES >> 20} MiB each, reference kernels with a gate of its own"
 
     def summary(self) -> str:
         return f"pretended NPU {self.index}, {self.free_bytes() >> 20} MiB of {MEMORY_BYTES >> 20} MiB free"

@@ -4,15 +4,19 @@ from typing import cast
 
 import torch
 
+from pagoda.kernels.activation import reference
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.ops.declare import Activation
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2 I] (gate then up) -> silu(gate) * up, [T, I], as kernels/activation/reference.py defines it."""
+def gate(gate_up: torch.Tensor, kind: Activation) -> torch.Tensor:
+    """[T, 2 I] (gate then up) -> kind(gate) * up, [T, I], as kernels/activation/reference.py defines it."""
+    if kind is not Activation.SILU:
+        return reference.gate(gate_up, kind)
     half = gate_up.shape[-1] // 2
-    gate, up = gate_up[..., :half].float(), gate_up[..., half:].float()
-    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+    gates, up = gate_up[..., :half].float(), gate_up[..., half:].float()
+    return (gates / (1 + torch.exp(-gates)) * up).to(gate_up.dtype)
 
 
 class NpuOps(ReferenceOps):
@@ -23,11 +27,11 @@ class NpuOps(ReferenceOps):
     def __init__(self) -> None:
         super().__init__()
         self.num_own = 0
-        self.silu_mul = self._silu_mul
+        self.gate = self._gate
 
-    def _silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def _gate(self, gate_up: torch.Tensor, kind: Activation) -> torch.Tensor:
         self.num_own += 1
-        return silu_mul(gate_up)
+        return gate(gate_up, kind)
 
 
 def make_ops() -> Ops:

@@ -1,8 +1,12 @@
-// The activations, shared by their own ops and by linear layers that end in one.
+// The activation functions, shared by their own ops and by linear layers that end in one.
 #pragma once
 
+#include "abi.h"
 #include "simd.h"
 
+struct Identity {
+    static f32x16 of(f32x16 x) { return x; }
+};
 struct Silu {
     static f32x16 of(f32x16 x) { return x * sigmoid(x); }
 };
@@ -30,6 +34,9 @@ struct Gelu {
 struct Relu {
     static f32x16 of(f32x16 x) { return select(x < 0.0f, f32x16{}, x); }  // NaN stays NaN
 };
+struct ReluSquared {
+    static f32x16 of(f32x16 x) { return Relu::of(x) * x; }
+};
 struct Sigmoid {
     static f32x16 of(f32x16 x) { return sigmoid(x); }
 };
@@ -37,10 +44,26 @@ struct Tanh {
     static f32x16 of(f32x16 x) { return tanh(x); }
 };
 
-// out[i] = activation(gate[i]) * gate[up + i] for `count` elements.
-template <class Activation, class T>
+// Call body(function) for the kind's function.
+template <class Body>
+inline void by_activation(int32_t kind, Body&& body) {
+    switch (kind) {
+        case ACTIVATION_IDENTITY: return body(Identity{});
+        case ACTIVATION_SILU: return body(Silu{});
+        case ACTIVATION_GELU: return body(Gelu{});
+        case ACTIVATION_GELU_TANH: return body(GeluTanh{});
+        case ACTIVATION_RELU: return body(Relu{});
+        case ACTIVATION_RELU_SQUARED: return body(ReluSquared{});
+        case ACTIVATION_SIGMOID: return body(Sigmoid{});
+        case ACTIVATION_TANH: return body(Tanh{});
+        default: abort();
+    }
+}
+
+// out[i] = function(gate[i]) * gate[up + i] for `count` elements.
+template <class Function, class T>
 inline void gate_lanes(const T* gate, int64_t up, T* out, int64_t count) {
     for_lanes(count, [&](int64_t i, int n) {
-        store_lanes(out + i, Activation::of(load_lanes(gate + i, n)) * load_lanes(gate + up + i, n), n);
+        store_lanes(out + i, Function::of(load_lanes(gate + i, n)) * load_lanes(gate + up + i, n), n);
     });
 }
