@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 
 from pagoda.layers.linear import Linear
 from pagoda.layers.mamba2 import Mamba2
-from pagoda.layers.mlp import activate
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Axis, Parameter, Part, Taps
 from pagoda.layers.rotary import Rotary
@@ -17,6 +16,7 @@ from pagoda.models.decoder_layers import DecoderAttention, LlamaLayer
 from pagoda.models.mamba2 import Mamba2Config, mixer_names, read_mamba_shape
 from pagoda.models.naming import Naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
@@ -67,7 +67,7 @@ class FalconMamba2(Mamba2):
         return ops.scale(z, self.z_factor), xbc, ops.scale(dt, self.dt_factor)
 
     def gate(self, ops: ForwardOps, y: Tensor, z: Tensor) -> Tensor:
-        return ops.multiply(y, ops.silu(z)) if self.norm is None else super().gate(ops, y, z)
+        return ops.multiply(y, ops.activate(z, Activation.SILU)) if self.norm is None else super().gate(ops, y, z)
 
 
 class FalconMLP(Module):
@@ -82,7 +82,7 @@ class FalconMLP(Module):
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        gate = activate(ops, self.activation, ops.scale(self.gate_proj(ops, x), self.factors.gate))
+        gate = ops.activate(ops.scale(self.gate_proj(ops, x), self.factors.gate), self.activation)
         return ops.scale(self.down_proj(ops, ops.multiply(gate, self.up_proj(ops, x))), self.factors.mlp_out)
 
 
