@@ -84,7 +84,7 @@ class EngineSetup:
     @property
     def max_drafts(self) -> int:
         """Return the most tokens that may be written past the end of a row."""
-        return max(self.config.debug.num_lookahead_slots, self.drafting.max_drafts if self.drafting else 0)
+        return self.drafting.max_drafts if self.drafting else 0
 
     @property
     def num_positions(self) -> int:
@@ -286,7 +286,6 @@ def scheduler_options(config: EngineConfig) -> SchedulerOptions:
         num_stages=config.parallel.pipeline_parallel_size,
         has_followers=config.parallel.world_size > 1,
         prefix_hash_seed=debug.prefix_hash_seed,
-        num_lookahead_slots=debug.num_lookahead_slots,
         max_loras=config.model.lora.num_per_step if config.model.lora.enable_lora else 0,
         check_invariants=debug.check_invariants,
         decision_log_steps=debug.decision_log_steps,

@@ -310,7 +310,6 @@ class DebugConfig:
             at_least=1,
         ),
     ] = None
-    num_lookahead_slots: Annotated[int, Setting("KV slots reserved ahead of each sequence.", at_least=0)] = 0
     check_invariants: Annotated[bool, Setting("Check the scheduler's invariants after each step (slow).")] = False
     decision_log_steps: Annotated[
         int, Setting("Number of steps whose scheduling decisions are kept for explain (0: none).", at_least=0)

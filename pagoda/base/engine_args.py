@@ -100,7 +100,6 @@ class EngineArgs:
     num_host_blocks: int | Literal["auto"] | None = None
     prefix_hash_seed: int | Literal["auto"] | None = None
     pipeline_depth: int | Literal["auto"] | None = None
-    num_lookahead_slots: int | None = None
     check_invariants: bool | None = None
     decision_log_steps: int | None = None
     record: str | PathLike[str] | None = None

@@ -16,7 +16,6 @@ class SchedulerOptions:
     num_stages: workers that compute a step one after the other: a step decodes a share of the rows, so that as many
     steps can be in flight.
     has_followers: some workers do not sample: steps carry the tokens that earlier ones decided.
-    num_lookahead_slots: KV slots reserved ahead of each sequence.
     max_loras: distinct adapters over the running requests.
     encoder_budget, encoder_cache_tokens: encoder tokens computed per step, and cached.
     no_partial_media: a media item is never split over chunks.
@@ -42,7 +41,6 @@ class SchedulerOptions:
     pipeline_depth: int = 1
     num_stages: int = 1
     has_followers: bool = False
-    num_lookahead_slots: int = 0
     max_loras: int = 0
     encoder_budget: int = 0
     encoder_cache_tokens: int = 0

@@ -86,13 +86,6 @@ def test_slots_of_rejected_drafts_are_used_again() -> None:
     assert rig.blocks("a") == [3]
 
 
-def test_lookahead_is_counted_with_the_known_tokens() -> None:
-    rig = Rig(num_lookahead_slots=3)
-    rig.add("a", 6)
-    rig.step()
-    assert rig.blocks("a") == [3]
-
-
 @pytest.mark.parametrize(
     ("names", "drafted", "scheduled", "num_preemptions"),
     [("ab", "a", {"a": 4}, 1), ("ab", "b", {"a": 1}, 1), ("a", "a", {"a": 1}, 0)],

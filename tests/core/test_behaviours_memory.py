@@ -572,12 +572,3 @@ def test_sequences_that_come_back_need_no_more_of_a_window_than_they_hold() -> N
         rig.step()
     rig.scheduler.reset_prefix_cache(preempt_running=True)
     assert {len(rest) for rest in rig.run().values()} == {40 - 29}
-
-
-def test_a_window_holds_slots_for_drafts_too() -> None:
-    """Without them a pool looked large enough for a request that it preempted for ever."""
-    groups = (FULL, window(8, layer=1))
-    for num_blocks, finished in ((8, 0), (9, 1)):
-        rig = Rig(groups=groups, num_blocks=num_blocks, max_num_seqs=1, max_num_batched_tokens=1, num_lookahead_slots=2)
-        rig.add("a", 15, max_tokens=1)
-        assert sum(len(tokens) for tokens in rig.run().values()) == finished

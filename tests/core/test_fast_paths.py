@@ -28,7 +28,6 @@ def scheduler(seed: int) -> Scheduler:
     config = SchedulerOptions(
         max_num_seqs=rng.choice([2, 5]),
         max_num_batched_tokens=rng.choice([8, 21, 64]),
-        num_lookahead_slots=rng.choice([0, 0, 3]),
         long_prefill_token_threshold=rng.choice([0, 5]),
         prefill_beside_decodes=rng.choice([0, 0, 4]),
         prefix_hash_seed=1,

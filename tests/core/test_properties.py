@@ -93,7 +93,6 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         max_num_partial_prefills=draw(st.sampled_from([0, 0, 1])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 5])),
         prefill_beside_decodes=draw(st.sampled_from([0, 0, 2, 3])) if cuts_prompts and not no_partial_media else 0,
-        num_lookahead_slots=draw(st.sampled_from([0, 0, 2])),
         max_loras=draw(st.sampled_from([0, 1, 2])),
         pipeline_depth=depth,
         async_scheduling=is_async,

@@ -467,7 +467,7 @@ class Traffic:
         """Blocks that the request holds at most: each of its sequences at full length, none of them shared."""
         setting, sizing = self.setting, self.scheduler._state.kv.sizing
         output_len = request.sampling.max_tokens or setting.max_model_len if request.sampling is not None else 0
-        slots = request.num_prompt_tokens + output_len + setting.scheduler.num_lookahead_slots
+        slots = request.num_prompt_tokens + output_len
         longest = min(slots, setting.max_model_len)
         return sizing.total(
             (

@@ -219,8 +219,9 @@ def test_an_int8_cache_gives_the_same_under_every_schedule(model: Path, engine: 
 def test_neither_right_nor_wrong_drafts_change_the_output(
     model: Path, alone: dict[tuple[str, int], list[int]], options: dict[str, object], engine: Engines
 ) -> None:
-    core = engine(model, num_lookahead_slots=3, **options)
-    scheduler = core._scheduler  # no part of the engine drafts yet
+    drafts = {"method": "forced", "num_speculative_tokens": 3}  # nothing is forced here: those below are the only ones
+    core = engine(model, speculative_config=drafts, **options)
+    scheduler = core._scheduler
     rng = np.random.default_rng(1)
 
     def draft(num_steps: int, answers: Answers) -> None:

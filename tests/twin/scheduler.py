@@ -69,7 +69,7 @@ class TwinScheduler:
         self.pool = Pool(sizing.pool_sizes(num_blocks))
         self.second = 0
         self.host = Pool(sizing.pool_sizes(num_host_blocks))
-        in_flight = config.max_num_batched_tokens * config.pipeline_depth + config.num_lookahead_slots
+        in_flight = config.max_num_batched_tokens * config.pipeline_depth
         self.memory = Memory(
             kv_groups,
             self.pool,
@@ -301,12 +301,12 @@ class TwinScheduler:
             return False
         victims = False
         self.memory.release_behind_windows(sequence)
-        upto = min(sequence.computed + want + self.config.num_lookahead_slots, self.max_model_len)
+        upto = sequence.computed + want
         known = len(sequence.tokens) + sequence.placeholders
         while exceeds(self.memory.growth_need(sequence, upto), self.pool.num_free()):
             if self.running == [state] and sequence.computed + want > known:  # it drops its drafts
                 sequence.drafts, want = [], known - sequence.computed
-                upto = min(known + self.config.num_lookahead_slots, self.max_model_len)
+                upto = known
                 continue
             if self.running == [state] or self._can_never_hold(state, upto):
                 if sequence.placeholders:
@@ -554,12 +554,11 @@ class TwinScheduler:
         if not any(wants) and any(sequence.computed < len(sequence.tokens) for sequence in state.alive):
             return Reason.PREFILL_SHARE  # the step's budget is not spent, or it would not be considered
         ends = [sequence.computed + want for sequence, want in zip(state.alive, wants, strict=True)]
-        uptos = [self._slots_up_to(end) for end in ends]
-        need = self.memory.return_need(state.alive, uptos, self.host)
+        need = self.memory.return_need(state.alive, ends, self.host)
         if self.running:  # each of them, and of these, needs room for one token more
-            need = self.memory.return_need(state.alive, [self._slots_up_to(end + 1) for end in ends], self.host)
+            need = self.memory.return_need(state.alive, [self._next(end) for end in ends], self.host)
             started = [sequence for other in self.running for sequence in other.started]
-            need = total(need, *(self.memory.num_missing(one, self._slots_up_to(one.computed + 1)) for one in started))
+            need = total(need, *(self.memory.num_missing(one, self._next(one.computed)) for one in started))
         reason = self._why_short(need)
         if reason is not None:
             return reason
@@ -569,7 +568,7 @@ class TwinScheduler:
         num_computed = sum(sequence.computed for sequence in state.alive)
         num_blocks = self.memory.swap_in(state.alive, self.host)
         self.events.append(Swapped(*self._at(state), False, num_blocks))
-        for sequence, want, upto in zip(state.alive, wants, uptos, strict=True):
+        for sequence, want, upto in zip(state.alive, wants, ends, strict=True):
             sequence.started = True
             sequence.mid_prefill = len(sequence.tokens) - sequence.computed > 1
             self.memory.record(state.request, sequence, sequence.computed)
@@ -580,8 +579,8 @@ class TwinScheduler:
         self._note_admitted(state, AdmitKind.SWAPPED_IN, num_tokens, None, num_computed, sum(wants))
         return None
 
-    def _slots_up_to(self, end: int) -> int:
-        return min(end + self.config.num_lookahead_slots, self.max_model_len)
+    def _next(self, end: int) -> int:
+        return min(end + 1, self.max_model_len)
 
     def _note_admitted(
         self, state: TwinRequest, kind: AdmitKind, num_tokens: int, cached: int | None, computed: int, new: int
@@ -692,8 +691,7 @@ class TwinScheduler:
     def _most_blocks(self, state: TwinRequest) -> Need:
         """Blocks that its known tokens hold at once, in an empty pool."""
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
-        ahead = min(len(state.alive[0].tokens) + self.config.num_lookahead_slots, self.max_model_len)
-        own = self.memory.admission_need(state.request, ahead, nothing, capped=True)
+        own = self.memory.admission_need(state.request, len(state.alive[0].tokens), nothing, capped=True)
         return total(own, self._sibling_need(state))
 
     def _why_never(self, state: TwinRequest) -> Reason | None:
@@ -721,7 +719,7 @@ class TwinScheduler:
         if want <= 0:
             self.encoder.release(state)
             return Reason.ENCODER
-        upto = min(cached + want + self.config.num_lookahead_slots, self.max_model_len)
+        upto = cached + want
         need = self.memory.admission_need(request, upto, hits, capped=False)
         if self.config.admit_whole_prompt:
             whole = self.memory.admission_need(request, known, hits, capped=True)
@@ -784,7 +782,7 @@ class TwinScheduler:
         if sum(state.num_seqs for state in staying) + head.num_seqs > self.config.max_num_seqs:
             return False
         cached, hits = self._hit(head)
-        upto = min(cached + 1 + self.config.num_lookahead_slots, self.max_model_len)
+        upto = cached + 1
         need = self.memory.admission_need(head.request, upto, hits, capped=False)
         if self.config.admit_whole_prompt:
             whole = self.memory.admission_need(head.request, len(head.alive[0].tokens), hits, capped=True)

@@ -98,8 +98,7 @@ class BlockTables:
 
     def _missing(self, pool: int, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Return how many blocks each row lacks per growing group of the pool; int32 [num_rows]."""
-        target = np.minimum(ends + self._sizing.num_lookahead_slots, self._sizing.max_model_len)
-        return np.maximum(-(-target // self._sizing.block_sizes[pool]) - self.num_blocks[pool][rows], 0)
+        return np.maximum(-(-ends // self._sizing.block_sizes[pool]) - self.num_blocks[pool][rows], 0)
 
     def num_missing(self, rows: np.ndarray, ends: np.ndarray) -> BlockCounts:
         """Return how many blocks `rows` lack to compute up to `ends`, without copies."""
@@ -206,9 +205,8 @@ class BlockTables:
 
     def _append(self, row: int, end: int) -> None:
         """Allocate new blocks at the end of the tables of one row, which workers get whole."""
-        slots = self._sizing.slots_up_to(end)
         for pool, block_size in enumerate(self._sizing.block_sizes):
-            have, want = int(self.num_blocks[pool][row]), blocks_for(slots, block_size)
+            have, want = int(self.num_blocks[pool][row]), blocks_for(end, block_size)
             if want > have:
                 for group in self._growing_in[pool]:
                     self.entries[group.index][row, have:want] = self.allocate(pool, want - have)
@@ -227,7 +225,6 @@ class BlockTables:
         until = self.num_blocks[0][rows] * self._sizing.block_sizes[0]
         for pool in self._later_pools:
             until = np.minimum(until, self.num_blocks[pool][rows] * self._sizing.block_sizes[pool])
-        until -= self._sizing.num_lookahead_slots
         for group in self.windows:
             until = np.minimum(until, group.next_passed_at(self.num_released[group.index][rows]))
         self._reserved_until[rows] = until

@@ -79,14 +79,13 @@ class HostTier:
         return num_moved
 
     def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> BlockCounts:
-        """Free device blocks needed to bring `sequences` back, with their tokens up to `ends` and the lookahead."""
+        """Free device blocks needed to bring `sequences` back, with their tokens up to `ends`."""
         need = [len(np.unique(blocks)) for blocks in self._by_pool(self._swapped[one] for one in sequences)]
         for sequence, end in zip(sequences, ends, strict=True):
-            slots = self._sizing.slots_up_to(end)
             # It may have a block after its last token: what was in flight is not kept.
             for group in self._tables.growing:
                 index, _ = self._swapped[sequence][group.index]
-                want = blocks_for(slots, group.block_size)
+                want = blocks_for(end, group.block_size)
                 need[group.pool] += max(want - int(index[-1]) - 1, 0) if len(index) else want
         for pool in range(len(self.pools)):
             need[pool] += self._num_tail_copies(pool, sequences)

@@ -122,7 +122,7 @@ class KVCacheManager:
         num_freed: blocks that would be free, too.
         """
         encoder_len = request.spec.encoder_len
-        need = self._blocks_to_admit(self.sizing.slots_up_to(prefix.num_tokens + num_new), prefix, encoder_len)
+        need = self._blocks_to_admit(prefix.num_tokens + num_new, prefix, encoder_len)
         if self._admit_whole_prompt:
             num_known = len(request.unfinished[0].token_ids)
             whole = self._blocks_to_admit(num_known, prefix, encoder_len, capped=True)
@@ -139,8 +139,10 @@ class KVCacheManager:
         """
         if not len(running):
             return self._why_short(self.host.blocks_to_swap_in(sequences, ends), None, others_run=False)
-        need = self.host.blocks_to_swap_in(sequences, [end + 1 for end in ends])
-        return self._why_short(_sum(need, self.tables.num_missing(running, running_ends + 1)), None, others_run=True)
+        longest = self.sizing.max_model_len
+        need = self.host.blocks_to_swap_in(sequences, [min(end + 1, longest) for end in ends])
+        of_running = self.tables.num_missing(running, np.minimum(running_ends + 1, longest))
+        return self._why_short(_sum(need, of_running), None, others_run=True)
 
     def num_freed_with(self, rows: list[int], prefix: CachedPrefix) -> BlockCounts:
         """Return how many blocks only `rows` reference, those of `prefix` not counted: a hit would take them again."""

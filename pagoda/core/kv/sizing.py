@@ -167,7 +167,6 @@ class KVSizing:
     groups: tuple[KVGroup, ...]
     block_sizes: BlockCounts
     max_model_len: int
-    num_lookahead_slots: int
     max_rows: int
     block_size: int = field(init=False)
     shared_size: int = field(init=False)
@@ -181,7 +180,7 @@ class KVSizing:
         cls, specs: tuple[KVGroupSpec, ...], block_size: int, max_model_len: int, scheduler: SchedulerOptions
     ) -> "KVSizing":
         # Slots that can be planned before an earlier step is complete: a window row holds their blocks as well.
-        in_flight = scheduler.max_num_batched_tokens * max(scheduler.pipeline_depth, 1) + scheduler.num_lookahead_slots
+        in_flight = scheduler.max_num_batched_tokens * max(scheduler.pipeline_depth, 1)
         pools = by_pool(specs)
         groups: list[KVGroup] = []
         for index, (spec, tokens) in enumerate(zip(specs, block_sizes(specs, block_size), strict=True)):
@@ -193,7 +192,7 @@ class KVSizing:
             groups.append(KVGroup(index, spec, pool, tokens, max_held))
         sizes = {group.pool: group.block_size for group in groups} or {0: block_size}
         of_pools = tuple(sizes[pool] for pool in sorted(sizes))
-        return cls(tuple(groups), of_pools, max_model_len, scheduler.num_lookahead_slots, scheduler.max_rows)
+        return cls(tuple(groups), of_pools, max_model_len, scheduler.max_rows)
 
     @property
     def has_states(self) -> bool:
@@ -221,10 +220,6 @@ class KVSizing:
         per_token = max(group.spec.shape.num_elements for group in groups) * num_layers
         return per_token * (1 if groups[0].spec.has_states else self.block_sizes[pool])
 
-    def slots_up_to(self, end: int) -> int:
-        """Positions that need a slot when a row computes up to `end`: the lookahead included, within the model."""
-        return min(end + self.num_lookahead_slots, self.max_model_len)
-
     def total(self, needed: Iterable[tuple[KVGroup, int]]) -> BlockCounts:
         """Return how many blocks of each pool these are, given for groups."""
         counts = [0] * len(self.block_sizes)
@@ -237,10 +232,9 @@ class KVSizing:
 
         Pools with fewer can never serve it. encoder_len: encoder tokens of an encoder-decoder request.
         """
-        slots = self.slots_up_to(num_tokens)
         counts = [0] * len(self.block_sizes)
         for group in self.groups:
-            held = group.most_held(slots) if group.grows else blocks_for(encoder_len, group.block_size)
+            held = group.most_held(num_tokens) if group.grows else blocks_for(encoder_len, group.block_size)
             counts[group.pool] += held
         return tuple(counts)
 
