@@ -38,6 +38,7 @@ RETIRED: Mapping[str, str] = {
     "encoder_cache_tokens": "it follows from the model and max_num_batched_tokens",
     "no_partial_media": "the model says whether its images must stay whole",
     "max_queued_bytes": "a server holds at most 256 MiB of request bodies",
+    "num_lookahead_slots": "drafts find their blocks in the step that verifies them",
     "max_header_bytes": "headers may have 64 KiB; a proxy in front can allow less",
     "header_timeout_s": "a proxy in front of the server limits how slow a client may be",
     "body_timeout_s": "a proxy in front of the server limits how slow a client may be",

@@ -58,7 +58,7 @@ def _swaps(state: SchedulerState, victim: RequestState) -> bool:
         return False
     num_blocks = state.kv.host.blocks_to_swap_out(rows)
     prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
-    has_room = not exceeds(num_blocks, state.kv.host.num_free())
+    has_room = not exceeds(num_blocks, state.kv.host.pools.num_free)
     return has_room and prefers_swap(victim, _computed_again(state, victim), sum(num_blocks), state.costs)
 
 

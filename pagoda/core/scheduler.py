@@ -93,8 +93,7 @@ class Scheduler(SchedulerInterface):
             for key in state.preparations.take_woken():
                 state.waiting.wake(key)
                 state.swapped.wake(key)
-        for pool in state.kv.pools:
-            pool.end_pins(plan.now_s)
+        state.kv.pools.end_pins(plan.now_s)
         narrow_budgets(state, plan)
         if state.is_phased:
             _plan_phased(state, plan)
@@ -190,10 +189,10 @@ class Scheduler(SchedulerInterface):
             num_deferred=state.waiting.num_deferred(state.batch.has_room_for_adapter),
             num_swapped=len(state.swapped),
             num_blocks=state.kv.num_blocks[0],
-            num_free_blocks=state.kv.pools[0].num_free,
+            num_free_blocks=state.kv.pools.num_free[0],
             num_states=sum(state.kv.num_blocks[1:]),
-            num_free_states=sum(state.kv.tables.num_free()[1:]),
-            num_free_host_blocks=state.kv.host.pools[0].num_free,
+            num_free_states=sum(state.kv.pools.num_free[1:]),
+            num_free_host_blocks=state.kv.host.pools.num_free[0],
             running_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
             waiting_adapters=tuple(sorted(state.waiting.adapter_names() | state.swapped.adapter_names())),
         )

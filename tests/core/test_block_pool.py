@@ -1,4 +1,4 @@
-"""BlockPool against a pool made of plain lists: same counts, same order, over random operations."""
+"""BlockPools against a pool made of plain lists: same counts, same order, over random operations."""
 
 import random
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.block_pool import BlockPools
 
 
 class PlainPool:
@@ -41,15 +41,15 @@ class PlainPool:
 def test_pool_equals_plain_lists(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice([3, 8, 33])
-    pool, plain = BlockPool(size), PlainPool(size)
+    pool, plain = BlockPools((size,)), PlainPool(size)
     held: list[int] = []
     for _ in range(400):
         action = rng.choice(["allocate", "free", "touch", "content"])
         if action == "allocate":
-            count = rng.randint(0, min(4, pool.num_free))
+            count = rng.randint(0, min(4, pool.num_free[0]))
             had_content = set(plain.content)
             expected = plain.allocate(count)
-            taken, evicted = pool.allocate(count)
+            taken, evicted = pool.allocate(0, count)
             assert sorted(taken.tolist()) == sorted(expected)
             assert set(evicted.tolist()) == had_content & set(expected)
             held += expected
@@ -71,36 +71,36 @@ def test_pool_equals_plain_lists(seed: int) -> None:
             plain.content.add(block)
             pool.has_content[block] = True
         pool.check()
-        assert pool.num_free == len(plain.stack) + len(plain.cached)
+        assert pool.num_free[0] == len(plain.stack) + len(plain.cached)
         assert pool.ref_count[1:].tolist() == list(plain.references.values())
 
 
 def test_cached_blocks_are_allocated_last_and_oldest_first() -> None:
-    pool = BlockPool(6)
-    first, _ = pool.allocate(3)
-    second, _ = pool.allocate(2)
+    pool = BlockPools((6,))
+    first, _ = pool.allocate(0, 3)
+    second, _ = pool.allocate(0, 2)
     pool.has_content[first] = pool.has_content[second] = True
     pool.free(first[::-1])
     pool.free(second[::-1])
-    taken, evicted = pool.allocate(4)
+    taken, evicted = pool.allocate(0, 4)
     assert taken.tolist()[1:] == first[::-1].tolist()
     assert evicted.tolist() == first[::-1].tolist()
-    assert pool.num_free == 2
+    assert pool.num_free[0] == 2
 
 
 def test_a_hit_makes_a_block_the_most_recently_used() -> None:
-    pool = BlockPool(3)
-    blocks, _ = pool.allocate(3)
+    pool = BlockPools((3,))
+    blocks, _ = pool.allocate(0, 3)
     pool.has_content[blocks] = True
     pool.free(blocks)
     pool.touch(blocks[:1])
     pool.free(blocks[:1])
-    assert pool.allocate(3)[0].tolist() == [*blocks[1:].tolist(), int(blocks[0])]
+    assert pool.allocate(0, 3)[0].tolist() == [*blocks[1:].tolist(), int(blocks[0])]
 
 
 def test_freeing_a_free_block_is_a_defect() -> None:
-    pool = BlockPool(2)
-    blocks, _ = pool.allocate(1)
+    pool = BlockPools((2,))
+    blocks, _ = pool.allocate(0, 1)
     pool.free(blocks)
     with pytest.raises(InvariantBroken, match="freed again"):
         pool.free(blocks)
@@ -108,17 +108,17 @@ def test_freeing_a_free_block_is_a_defect() -> None:
 
 def test_taking_more_than_is_free_is_a_defect() -> None:
     with pytest.raises(InvariantBroken, match="cannot allocate 3 blocks: 2 are free"):
-        BlockPool(2).allocate(3)
+        BlockPools((2,)).allocate(0, 3)
 
 
 def test_dropped_content_is_free_without_being_evicted() -> None:
-    pool = BlockPool(4)
-    blocks, _ = pool.allocate(4)
+    pool = BlockPools((4,))
+    blocks, _ = pool.allocate(0, 4)
     pool.has_content[blocks] = True
     pool.free(blocks)
     pool.drop_content(blocks[:2])
     pool.check()
-    assert len(pool.allocate(2)[1]) == 0
+    assert len(pool.allocate(0, 2)[1]) == 0
     pool.drop_all_content()
     pool.check()
-    assert len(pool.allocate(2)[1]) == 0
+    assert len(pool.allocate(0, 2)[1]) == 0

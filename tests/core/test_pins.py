@@ -5,7 +5,7 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.core.events import Event, Pinned
-from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.block_pool import BlockPools
 from pagoda.core.kv.sizing import KVGroupKind, KVGroupSpec
 from pagoda.core.request import Pin
 from tests.core.rig import Rig
@@ -30,7 +30,7 @@ def serve(rig: Rig, name: str, prompt: list[int], pin: Pin | None = None) -> int
 def take(rig: Rig, num_blocks: int) -> None:
     """Take blocks from the pool as a request would, and give them back."""
     tables = rig.scheduler._state.kv.tables
-    tables.pools[0].free(tables.allocate(0, num_blocks))
+    tables.pools.free(tables.allocate(0, num_blocks))
 
 
 def found(rig: Rig, prompt: list[int]) -> int:
@@ -73,7 +73,7 @@ def test_an_owner_pins_a_fourth_of_the_pool_its_longest_unused_blocks_give_way()
     rig.scheduler.subscribe(heard.append)
     for name, prompt in (("a", A), ("b", B), ("c", C)):
         serve(rig, name, prompt, Pin(60, "tenant"))
-    pool = rig.scheduler._state.kv.pools[0]
+    pool = rig.scheduler._state.kv.pools
     assert np.count_nonzero(pool.pinned_until) == 4
     serve(rig, "d", list(range(1000, 1048)))  # 12 blocks
     assert (found(rig, A), found(rig, B), found(rig, C)) == (0, 8, 8)
@@ -97,7 +97,7 @@ def test_pins_that_an_owner_may_not_have_all_are_of_all_groups_alike(
     second_group: KVGroupSpec, num_pinned: int, num_found: int
 ) -> None:
     rig = rig_with(num_blocks=64, groups=(KVGroupSpec(), second_group))
-    pool = rig.scheduler._state.kv.pools[0]
+    pool = rig.scheduler._state.kv.pools
     serve(rig, "short", A, Pin(60))
     prompt = list(range(57))
     serve(rig, "long", prompt, Pin(60))  # 28 full blocks, 16 may be pinned
@@ -127,7 +127,7 @@ def test_a_preempted_or_swapped_request_pins_what_it_leaves() -> None:
     rig.add("a", A, max_tokens=4, pin=Pin(60))
     rig.step()
     assert rig.scheduler.reset_prefix_cache(preempt_running=True)  # which also forgets what was pinned
-    pool = rig.scheduler._state.kv.pools[0]
+    pool = rig.scheduler._state.kv.pools
     assert not pool.pinned_until.any()
     rig.run()
     assert np.count_nonzero(pool.pinned_until) == 3
@@ -137,7 +137,7 @@ def test_blocks_of_a_reset_cache_are_not_pinned() -> None:
     rig = rig_with()
     serve(rig, "a", A, Pin(60))
     assert rig.scheduler.reset_prefix_cache()
-    assert not rig.scheduler._state.kv.pools[0].pinned_until.any()
+    assert not rig.scheduler._state.kv.pools.pinned_until.any()
     assert rig.free == 8
 
 
@@ -149,9 +149,9 @@ def test_a_pin_lasts_a_second_at_least() -> None:
 
 @pytest.mark.parametrize("num_blocks", [3, 64])
 def test_without_pins_the_order_is_that_of_freeing(num_blocks: int) -> None:
-    pool = BlockPool(num_blocks)
-    blocks, _ = pool.allocate(num_blocks)
+    pool = BlockPools((num_blocks,))
+    blocks, _ = pool.allocate(0, num_blocks)
     pool.note_content(blocks.tolist())
     pool.free(blocks[::-1])
     pool.end_pins(100.0)
-    assert pool.allocate(num_blocks)[0].tolist() == blocks[::-1].tolist()
+    assert pool.allocate(0, num_blocks)[0].tolist() == blocks[::-1].tolist()

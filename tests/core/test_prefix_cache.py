@@ -5,7 +5,7 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.core.events import EventStream
 from pagoda.core.kv import KVGroupSpec, KVSizing
-from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.block_pool import BlockPools
 from pagoda.core.kv.prefix_cache import HashChain, PrefixCache, make_root
 from pagoda.core.request import LoraRef, MediaItem
 from pagoda.core.request_table import RequestTable
@@ -14,14 +14,14 @@ from pagoda.core.scheduler_options import SchedulerOptions
 SEED = b"seed"
 
 
-def make_cache(seed: int | None = 0, pool: BlockPool | None = None) -> PrefixCache:
+def make_cache(seed: int | None = 0, pool: BlockPools | None = None) -> PrefixCache:
     table = RequestTable(2, 16, track_in_flight=False, expect_tokens=False)
     sizing = KVSizing.of((KVGroupSpec(),), 4, 16, SchedulerOptions())
     stream = EventStream(VirtualClock())
     return PrefixCache(
         table,
         [np.zeros((2, 4), np.int32)],
-        (pool or BlockPool(16),),
+        pool or BlockPools((16,)),
         sizing,
         stream,
         enabled=True,
@@ -90,7 +90,7 @@ def test_a_fork_has_hashes_of_its_own() -> None:
 
 
 def test_of_equal_blocks_the_first_is_found_until_it_is_evicted() -> None:
-    pool = BlockPool(16)
+    pool = BlockPools((16,))
     cache = make_cache(pool=pool)
     cache.insert(0, [b"a", b"b"], [1, 2], None)
     cache.insert(0, [b"a", b"b"], [3, 0], None)

@@ -143,7 +143,7 @@ class Traffic:
             preparations=self.readiness,
         )
         kv = self.scheduler._state.kv
-        num_blocks, num_host_blocks = sum(kv.num_blocks), sum(pool.num_blocks for pool in kv.host.pools)
+        num_blocks, num_host_blocks = sum(kv.num_blocks), sum(kv.host.pools.num_blocks)
         memory = (setting.groups, setting.cache.block_size, num_blocks, num_host_blocks)
         self.worker = ExactWorker(*memory, VOCABULARY)
         self.follower = ExactWorker(*memory, VOCABULARY, samples=False) if setting.scheduler.has_followers else None
@@ -559,10 +559,8 @@ class Traffic:
                 assert len(entries) <= len(mirrored)
                 assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
         assert kv.num_free == sum(kv.num_blocks) - len(named)
-        for pool in kv.pools:
-            for block in range(pool.first_id, pool.first_id + pool.num_blocks):
-                count = int(pool.ref_count[block])
-                assert count == named[block], f"block {block}: {count} references, {named[block]} entries"
+        for block, count in enumerate(kv.pools.ref_count.tolist()):
+            assert count == named[block], f"block {block}: {count} references, {named[block]} entries"
 
     def _check_cache(self) -> None:
         """Nothing that a failed step should have written can be found, once it is known that it failed."""
@@ -593,8 +591,8 @@ class Traffic:
             twin = self.twin.state()
             assert (running, waiting, swapped) == (twin["running"], twin["waiting"], twin["swapped"])
             kv = self.scheduler._state.kv
-            assert (list(kv.tables.num_free()), "free") == (twin["free_blocks"], "free")
-            assert list(kv.host.num_free()) == twin["free_host_blocks"]
+            assert (list(kv.pools.num_free), "free") == (twin["free_blocks"], "free")
+            assert list(kv.host.pools.num_free) == twin["free_host_blocks"]
         self.events.clear()
         assert len(set(everywhere)) == len(everywhere), "a request is in one queue"
         assert not set(everywhere) & (self.aborted | self.ended_ids())

@@ -4,19 +4,19 @@ manager.py        KVCacheManager, which the scheduler asks: admission, and what 
 block_tables.py   BlockTables: gives blocks to rows, shares them (copy-on-write), frees what windows have left
 prefix_cache.py   PrefixCache: hashes of full blocks, and the blocks found by them
 host_tier.py      HostTier: KV of swapped requests, in host memory
-block_pool.py     BlockPool: reference counts and free blocks of one memory tier
+block_pool.py     BlockPools: reference counts and free blocks of one memory tier
 sizing.py         KVGroupSpec: what layers ask for; how many blocks things need: pure functions
 
 The manager answers for requests, its parts for rows and blocks.
 Nothing else in this folder is imported from outside.
 """
 
+from pagoda.core.kv.block_pool import BlockCounts
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.manager import KVCacheManager
 from pagoda.core.kv.prefix_cache import CachedPrefix
 from pagoda.core.kv.sizing import (
     STATE_WINDOW,
-    BlockCounts,
     KVGroupKind,
     KVGroupSpec,
     KVShape,

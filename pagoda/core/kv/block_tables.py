@@ -3,9 +3,9 @@
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
+from pagoda.core.kv.block_pool import NO_BLOCKS, BlockCounts, BlockPools
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
-from pagoda.core.kv.sizing import BlockCounts, KVGroup, KVSizing, blocks_for, exceeds
+from pagoda.core.kv.sizing import KVGroup, KVSizing, blocks_for, exceeds
 from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.scheduler_output import NO_DELTA, NO_PAIRS, BlockDelta
 
@@ -18,7 +18,7 @@ class BlockTables:
     `allocate_slots` first frees what a window has left, then copies a shared tail block that is about to be written,
     then allocates new blocks.
 
-    pools: the blocks of attention, and those of states; see KVGroupSpec. No two have a block id in common.
+    pools: the blocks of attention, and those of states; see KVGroupSpec.
     entries: per KV group, int32 [rows, max blocks]; 0 is the null block. The list is the prefix cache's, too.
     num_blocks: per pool, int32 [rows], entries used in the tables of its groups that grow (they grow together).
     num_cross_blocks: int32 [rows], entries used in those that do not.
@@ -32,12 +32,12 @@ class BlockTables:
         self,
         table: RequestTable,
         entries: list[np.ndarray],
-        pools: tuple[BlockPool, ...],
+        pools: BlockPools,
         prefix_cache: PrefixCache,
         sizing: KVSizing,
     ) -> None:
         self.entries = entries
-        self.num_blocks = tuple(np.zeros(table.max_rows, np.int32) for _ in pools)
+        self.num_blocks = tuple(np.zeros(table.max_rows, np.int32) for _ in pools.num_blocks)
         self.num_cross_blocks = np.zeros(table.max_rows, np.int32)
         self.num_released = [np.zeros(table.max_rows, np.int32) for _ in sizing.groups]
         self._reserved_until = np.zeros(table.max_rows, np.int32)
@@ -46,8 +46,10 @@ class BlockTables:
         self.pools = pools
         self.groups = sizing.groups
         self.growing = tuple(group for group in sizing.groups if group.grows)
-        self._growing_in = [tuple(group for group in self.growing if group.pool == pool) for pool in range(len(pools))]
-        self._later_pools = range(1, len(pools))
+        self._growing_in = [
+            tuple(group for group in self.growing if group.pool == pool) for pool in range(len(pools.num_blocks))
+        ]
+        self._later_pools = range(1, len(pools.num_blocks))
         self.windows = tuple(group for group in sizing.groups if group.is_window)
         self._cross = tuple(group for group in sizing.groups if not group.grows)
         self._table = table
@@ -73,17 +75,6 @@ class BlockTables:
             for group, entries in zip(self.groups, self.entries, strict=True)
         )
 
-    def num_free(self) -> BlockCounts:
-        """Return how many blocks each pool can give."""
-        return tuple([pool.num_free for pool in self.pools])
-
-    def of_pool(self, pool: int, blocks: np.ndarray) -> np.ndarray:
-        """Return those of `blocks` that are the pool's, without the null block."""
-        if len(self.pools) == 1:
-            return blocks[blocks != 0]
-        first = self.pools[pool].first_id
-        return blocks[(blocks >= first) & (blocks < first + self.pools[pool].num_blocks)]
-
     def in_order(self, row: int) -> np.ndarray:
         """Return the row's blocks by the position where they end, over all groups: a hit needs them in every group."""
         tables = self.of(row)
@@ -102,7 +93,7 @@ class BlockTables:
 
     def num_missing(self, rows: np.ndarray, ends: np.ndarray) -> BlockCounts:
         """Return how many blocks `rows` lack to compute up to `ends`, without copies."""
-        counts = [int(self._missing(pool, rows, ends).sum()) for pool in range(len(self.pools))]
+        counts = [int(self._missing(pool, rows, ends).sum()) for pool in range(len(self.num_blocks))]
         return self._sizing.total((group, counts[group.pool]) for group in self.growing)
 
     def _num_fitting(self, rows: np.ndarray, missing: list[np.ndarray]) -> int:
@@ -111,7 +102,7 @@ class BlockTables:
         for pool, most in enumerate(missing):
             if self._shared_tails:  # a copy for each, although the last one writes in place
                 most = most + np.isin(rows, list(self._shared_tails))
-            free = self.pools[pool].num_free // max(len(self._growing_in[pool]), 1)
+            free = self.pools.num_free[pool] // max(len(self._growing_in[pool]), 1)
             if int(most.sum()) > free:
                 count = min(count, int(np.count_nonzero(np.cumsum(most) <= free)))
         if count:
@@ -120,7 +111,7 @@ class BlockTables:
         self._free_passed(first)
         needed = [(group, 1) for group, _ in self._shared_tail_groups(first)]
         needed += [(group, int(missing[group.pool][0])) for group in self.growing]
-        return int(not exceeds(self._sizing.total(needed), self.num_free()))
+        return int(not exceeds(self._sizing.total(needed), self.pools.num_free))
 
     # New rows and longer rows
 
@@ -133,7 +124,7 @@ class BlockTables:
             blocks[:passed] = 0
             self.entries[group.index][row, : len(blocks)] = blocks
             self.num_released[group.index][row] = passed
-            self.pools[group.pool].touch(blocks[blocks != 0])
+            self.pools.touch(blocks[blocks != 0])
         for used, block_size in zip(self.num_blocks, self._sizing.block_sizes, strict=True):
             used[row] = prefix.num_tokens // block_size
         self.num_cross_blocks[row] = 0
@@ -158,10 +149,10 @@ class BlockTables:
         Out-of-window blocks of that one are freed all the same. More may fit than were served: whether one does is only
         certain for the first.
         """
-        missing = [self._missing(pool, rows, ends) for pool in range(len(self.pools))]
+        missing = [self._missing(pool, rows, ends) for pool in range(len(self.num_blocks))]
         count = self._num_fitting(rows, missing)
         # What the window of a later row leaves is not free yet.
-        if count > 1 and self.windows and any(pool.has_pins for pool in self.pools):
+        if count > 1 and self.windows and self.pools.has_pins:
             for at in range(count):
                 self.allocate_slots(rows[at : at + 1], ends[at : at + 1])
             return count
@@ -215,7 +206,7 @@ class BlockTables:
 
     def allocate(self, pool: int, count: int) -> np.ndarray:
         """Allocate `count` blocks, int32; what they held is removed from the prefix cache."""
-        allocated, evicted = self.pools[pool].allocate(count)
+        allocated, evicted = self.pools.allocate(pool, count)
         if len(evicted):
             self._prefix_cache.remove(evicted.tolist())
         return allocated
@@ -238,7 +229,7 @@ class BlockTables:
             if last > first:
                 self._prefix_cache.cache_blocks(row, done)  # while the entries still name the blocks
                 entries = self.entries[group.index][row, first:last]
-                self.pools[group.pool].free(entries[entries != 0][::-1])
+                self.pools.free(entries[entries != 0][::-1])
                 entries[:] = 0
                 released[row] = last
 
@@ -252,13 +243,13 @@ class BlockTables:
             entries, count = self.entries[group.index], int(self.num_blocks[group.pool][row])
             entries[row, :count] = entries[source, :count]
             entries[row, count:] = 0
-            self.pools[group.pool].touch(entries[row, :count][entries[row, :count] != 0])
+            self.pools.touch(entries[row, :count][entries[row, :count] != 0])
             self.num_released[group.index][row] = min(int(self.num_released[group.index][source]), count)
         for group in self._cross:
             held = int(self.num_cross_blocks[source])
             entries = self.entries[group.index]
             entries[row, :held] = entries[source, :held]
-            self.pools[group.pool].touch(entries[row, :held])
+            self.pools.touch(entries[row, :held])
         self.num_cross_blocks[row] = self.num_cross_blocks[source]
         self._reserve(np.array([row]))
         if num_tokens % self._sizing.shared_size:
@@ -315,22 +306,20 @@ class BlockTables:
 
     def num_references(self, group: KVGroup, row: int, index: int) -> int:
         """Return how many table entries name the block at `index` of the row's table."""
-        return int(self.pools[group.pool].ref_count[self.entries[group.index][row, index]])
+        return int(self.pools.ref_count[self.entries[group.index][row, index]])
 
     def _copy_on_write(self, row: int, group: KVGroup, index: int) -> None:
         source = int(self.entries[group.index][row, index])
         target = int(self.allocate(group.pool, 1)[0])
         self.entries[group.index][row, index] = target
-        self.pools[group.pool].free(np.array([source], np.int32))
+        self.pools.free(np.array([source], np.int32))
         self.copies.append((row, source, target))
         where, at, block_ids = np.array([[row], [index], [target]], np.int32)
         self._changed.append((where, group.index, at, block_ids))
 
     def free_row(self, row: int) -> None:
         """Free every block of the row, tail first."""
-        blocks = self.in_order(row)[::-1]
-        for number, pool in enumerate(self.pools):
-            pool.free(self.of_pool(number, blocks))
+        self.pools.free(self.in_order(row)[::-1])
         for used in (*self.num_blocks, self.num_cross_blocks):
             used[row] = 0
         self._shared_tails.discard(row)
@@ -374,19 +363,16 @@ class BlockTables:
 
     def _check_references(self, rows: np.ndarray) -> None:
         """Every block's count equals the number of table entries naming it."""
-        for number, pool in enumerate(self.pools):
-            counted = np.zeros(len(pool.ref_count), np.int64)
-            for group in self.groups:
-                if group.pool == number:
-                    entries = self.entries[group.index]
-                    held = entries[rows][np.arange(entries.shape[1]) < self.used(group)[rows][:, None]]
-                    counted += np.bincount(held, minlength=len(counted))
-            counted[0] = 0
-            if (counted != pool.ref_count).any():
-                block = int(np.flatnonzero(counted != pool.ref_count)[0])
-                raise InvariantBroken(
-                    f"block {block} has {pool.ref_count[block]} references, but {counted[block]} table entries name it"
-                )
+        ref_count = self.pools.ref_count
+        counted = np.zeros(len(ref_count), np.int64)
+        for group, entries in zip(self.groups, self.entries, strict=True):
+            held = entries[rows][np.arange(entries.shape[1]) < self.used(group)[rows][:, None]]
+            counted += np.bincount(held, minlength=len(counted))
+        counted[0] = 0
+        for block in np.flatnonzero(counted != ref_count).tolist():
+            raise InvariantBroken(
+                f"block {block} has {ref_count[block]} references, but {counted[block]} table entries name it"
+            )
 
     def _check_writers(self, rows: np.ndarray) -> None:
         """No row continues to write to a block that others reference without the manager being asked first."""
@@ -395,7 +381,7 @@ class BlockTables:
             tail = num_computed // group.block_size
             inside = (tail < self.used(group)[rows]) & (num_computed % group.block_size != 0)
             writers, tail, num_computed = rows[inside], tail[inside], num_computed[inside]
-            shared = self.pools[group.pool].ref_count[self.entries[group.index][writers, tail]] > 1
+            shared = self.pools.ref_count[self.entries[group.index][writers, tail]] > 1
             if (self._reserved_until[writers[shared]] >= num_computed[shared]).any():
                 raise InvariantBroken("a row would write to a block that another row references")
 

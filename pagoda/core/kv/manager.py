@@ -6,11 +6,11 @@ import numpy as np
 
 from pagoda.base.config import CacheConfig
 from pagoda.core.events import EventStream, Pinned
-from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
+from pagoda.core.kv.block_pool import NO_BLOCKS, BlockCounts, BlockPools
 from pagoda.core.kv.block_tables import BlockTables
-from pagoda.core.kv.host_tier import HostTier, make_pools
+from pagoda.core.kv.host_tier import HostTier
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
-from pagoda.core.kv.sizing import BlockCounts, KVSizing, blocks_for, exceeds
+from pagoda.core.kv.sizing import KVSizing, blocks_for, exceeds
 from pagoda.core.request import Reason, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -35,8 +35,8 @@ class KVCacheManager:
         events: EventStream,
     ) -> None:
         self.sizing = sizing
-        self.pools = make_pools(sizing, num_blocks, first_id=1)
-        self.num_blocks: BlockCounts = tuple(pool.num_blocks for pool in self.pools)
+        self.pools = BlockPools(sizing.pool_sizes(num_blocks))
+        self.num_blocks = self.pools.num_blocks
         # Free when a request enters next to others.
         self._watermark: BlockCounts = tuple(int(cache.watermark * (count + 1)) for count in self.num_blocks)
         self._admit_whole_prompt = options.admit_whole_prompt
@@ -54,7 +54,7 @@ class KVCacheManager:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, of all pools."""
-        return sum(self.tables.num_free())
+        return sum(self.pools.num_free)
 
     def num_blocks_held(self, rows: Iterable[int]) -> list[int]:
         """Per KV group: distinct device blocks that `rows` reference, without the null block."""
@@ -149,11 +149,7 @@ class KVCacheManager:
         entries = [entries for row in rows for entries in self.tables.of(row)]
         blocks, counts = np.unique(np.concatenate(entries or [NO_BLOCKS]), return_counts=True)
         left = np.isin(blocks, np.concatenate(prefix.blocks or (NO_BLOCKS,)), invert=True)
-        blocks, counts, freed = blocks[left], counts[left], list[int]()
-        for number, pool in enumerate(self.pools):
-            own = np.isin(blocks, self.tables.of_pool(number, blocks))
-            freed.append(int(np.count_nonzero(pool.ref_count[blocks[own]] == counts[own])))
-        return tuple(freed)
+        return self.pools.count(blocks[left & (self.pools.ref_count[blocks] == counts)])
 
     def num_kept_without(self, rows: list[int]) -> int:
         """Return how many computed leading tokens of the first row stay findable when all `rows` leave.
@@ -166,8 +162,7 @@ class KVCacheManager:
         for group in self.tables.growing:
             entries = self.tables.entries[group.index][rows, :num_full]
             blocks, num_own = entries[0], (entries == entries[0]).sum(axis=0)
-            pool = self.pools[group.pool]
-            held = pool.has_content[blocks] & (pool.ref_count[blocks] > num_own)
+            held = self.pools.has_content[blocks] & (self.pools.ref_count[blocks] > num_own)
             kept.append(int(np.logical_and.accumulate(held).sum()))
         return min(kept) * self.sizing.block_size
 
@@ -185,7 +180,7 @@ class KVCacheManager:
 
         capped: count at most what a window group holds at once.
         """
-        need = [0] * len(self.pools)
+        need = [0] * len(self.num_blocks)
         for group in self.sizing.groups:
             if not group.grows:
                 need[group.pool] += blocks_for(encoder_len, group.block_size)
@@ -194,7 +189,7 @@ class KVCacheManager:
             passed = group.num_passed_blocks(prefix.num_tokens)
             own = max(blocks_for(num_tokens, group.block_size) - len(blocks), 0)
             if len(cached := blocks[passed:]):
-                own += int(np.count_nonzero((self.pools[group.pool].ref_count[cached] == 0) & (cached != 0)))
+                own += int(np.count_nonzero((self.pools.ref_count[cached] == 0) & (cached != 0)))
             need[group.pool] += min(own, group.max_held) if capped and group.max_held else own
         return tuple(need)
 
@@ -203,7 +198,7 @@ class KVCacheManager:
 
         The watermark is kept only next to running requests.   num_freed: blocks that would be free, too.
         """
-        free = self.tables.num_free() if num_freed is None else _sum(self.tables.num_free(), num_freed)
+        free = self.pools.num_free if num_freed is None else _sum(self.pools.num_free, num_freed)
         if exceeds(needed, free):
             is_empty = free == self.num_blocks and not others_run
             return Reason.NEVER if is_empty else Reason.BLOCKS
@@ -236,16 +231,11 @@ class KVCacheManager:
         self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
         sequence = self._table.owner(row)
         request = sequence.request.spec
-        if pins and request.pin is not None and self.prefix_cache.enabled:
-            # A hit needs the last run of a window: the first blocks alone would not be found.
-            partly, blocks, num_pinned = not self.tables.windows, self.tables.in_order(row), 0
-            for number, pool in reversed(list(enumerate(self.pools))):  # states, of which there are few, first
-                of_pool = pool.pin(self.tables.of_pool(number, blocks), request.pin, partly=partly)
-                num_pinned += of_pool
-                if not of_pool:
-                    break
-            if num_pinned:
-                self._events.write(Pinned(*self._events.at(request), sequence.index, num_pinned, request.pin.ttl_s))
+        if not pins or request.pin is None or not self.prefix_cache.enabled:
+            return
+        # A hit needs the last run of a window: the first blocks alone would not be found.
+        if num_pinned := self.pools.pin(self.tables.in_order(row), request.pin, partly=not self.tables.windows):
+            self._events.write(Pinned(*self._events.at(request), sequence.index, num_pinned, request.pin.ttl_s))
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
@@ -255,13 +245,12 @@ class KVCacheManager:
     def start_over(self) -> None:
         """Empty the prefix cache, and give blocks out as at first. None may be in use."""
         self.prefix_cache.reset()
-        for pool in (*self.pools, *self.host.pools):
-            pool.start_over()
+        self.pools.start_over()
+        self.host.pools.start_over()
 
     def check(self, rows: np.ndarray) -> None:
         """Check pools, tables of the running `rows`, and who may write. Raises InvariantBroken."""
-        for pool in self.pools:
-            pool.check()
+        self.pools.check()
         self.host.check()
         self.prefix_cache.check()
         self.tables.check(rows)
@@ -272,14 +261,12 @@ def _sum(counts: BlockCounts, others: BlockCounts) -> BlockCounts:
 
 
 def _owners_of(
-    pools: tuple[BlockPool, ...], owners: np.ndarray, blocks: np.ndarray, num_owners: int
+    pools: BlockPools, owners: np.ndarray, blocks: np.ndarray, num_owners: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what `owners_of_blocks` does.   owners: of each of `blocks`."""
-    kinds = np.concatenate(
-        [np.zeros(pools[0].first_id, np.bool_), *(pool.has_content[pool.first_id :] for pool in pools)]
-    )
-    size, kinds = len(kinds), kinds.astype(np.int32)
+    kinds = pools.has_content.astype(np.int32)
+    size = len(kinds)
     owner_of, block_of = np.divmod(np.unique(owners.astype(np.int64) * size + blocks), size)
     kinds[block_of] = 3 + owner_of
     kinds[np.bincount(block_of, minlength=size) > 1] = 2
-    return kinds[pools[0].first_id :], np.bincount(owner_of, minlength=num_owners).astype(np.int32)
+    return kinds[pools.first_id :], np.bincount(owner_of, minlength=num_owners).astype(np.int32)

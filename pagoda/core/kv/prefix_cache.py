@@ -18,7 +18,7 @@ import numpy as np
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.events import EventStream, Removed, Stored
-from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
+from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPools
 from pagoda.core.kv.sizing import KVSizing
 from pagoda.core.request import LoraRef, MediaItem, PromptEmbeds, Sequence
 from pagoda.core.request_table import RequestTable
@@ -116,7 +116,7 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """What device blocks hold: hash -> block per KV group. BlockPool knows which of them are free.
+    """What device blocks hold: hash -> block per KV group. BlockPools know which of them are free.
 
     Equal blocks may exist several times; the one inserted first is found, and when it is removed, the next.
     Hashing is lazy: tokens of a row are hashed at the next lookup, or when a block is freed.
@@ -134,7 +134,7 @@ class PrefixCache:
         self,
         table: RequestTable,
         entries: list[np.ndarray],
-        pools: tuple[BlockPool, ...],
+        pools: BlockPools,
         sizing: KVSizing,
         events: EventStream,
         *,
@@ -180,7 +180,7 @@ class PrefixCache:
             hash_of[block] = (group, block_hash)
             inserted.append(block)
         if inserted:
-            self._pools[self._sizing.groups[group].pool].note_content(inserted)
+            self._pools.note_content(inserted)
 
     def _write_removed(self, hashes: Iterable[tuple[int, bytes]]) -> None:
         """Write which hashes, each with its group, no block has any more."""
@@ -353,22 +353,20 @@ class PrefixCache:
 
     def uncache_blocks(self, blocks: np.ndarray) -> None:
         """Remove `blocks`, of any group, from the cache. 0 is the null block."""
-        for pool in self._pools:
-            of_pool = blocks[(blocks >= pool.first_id) & (blocks < pool.first_id + pool.num_blocks)]
-            self.remove(of_pool.tolist())
-            pool.drop_content(of_pool)
+        blocks = blocks[blocks != 0]
+        self.remove(blocks.tolist())
+        self._pools.drop_content(blocks)
 
     def reset(self) -> bool:
         """Remove all content; False, and nothing done, while any block is in use."""
-        if any(pool.num_free != pool.num_blocks for pool in self._pools):
+        if self._pools.num_free != self._pools.num_blocks:
             return False
         if self._events.cache_folds:
             self._write_removed((group, one) for group, table in enumerate(self._blocks) for one in table)
         for table in (*self._blocks, *self._twins):
             table.clear()
         self._hash_of.clear()
-        for pool in self._pools:
-            pool.drop_all_content()
+        self._pools.drop_all_content()
         return True
 
     def check(self) -> None:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
 
 import numpy as np
 
+from pagoda.core.kv.block_pool import BlockCounts
 from pagoda.core.scheduler_options import SchedulerOptions
 
 
@@ -29,9 +29,6 @@ _TOKENS_PER_SNAPSHOT = 512
 
 _ELEMENTS_PER_TOKEN = 256
 """A smaller state is kept more often: as long as that takes no more than so many elements per token and layer."""
-
-BlockCounts: TypeAlias = tuple[int, ...]
-"""Numbers of blocks, one per pool."""
 
 
 @dataclass(frozen=True, slots=True)
