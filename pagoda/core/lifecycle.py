@@ -196,8 +196,15 @@ def queue_all_anew(state: SchedulerState) -> list[RequestState]:
 
 def _restart_search(state: SchedulerState, request: RequestState) -> None:
     """Begin the beam search again, with the same result: without the blocks that its beams shared, they might no
-    longer fit. What it loses was sent to no client."""
+    longer fit. What it loses was sent to no client.
+
+    A step in flight may show that its numbers are wrong, when these tokens are not known any more: what they fill does
+    not stay findable.
+    """
+    has_late_results = state.table.has_late_results(request)
     for sequence in request.sequences:
+        if has_late_results:
+            state.kv.prefix_cache.uncache(sequence, after=request.spec.num_prompt_tokens)
         state.table.restart(sequence)
         state.kv.remove_sequence(sequence)
     state.searches.pop(request, None)

@@ -485,6 +485,50 @@ def test_blocks_of_each_beam_that_fails_are_not_found() -> None:
     traffic.drain()
 
 
+def test_blocks_of_beams_that_were_preempted_before_their_row_fails_are_not_found() -> None:
+    """The search began again, and does not know any more what its beams had generated."""
+    setting = Setting(
+        SchedulerOptions(
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+            preemption_mode=PreemptionMode.RECOMPUTE,
+            pipeline_depth=2,
+            async_scheduling=True,
+        ),
+        CacheConfig(block_size=4, enable_prefix_caching=True, watermark=0.0),
+        num_blocks=16,
+        max_model_len=60,
+        beams=True,
+    )
+    blocks: set[int] = set()
+
+    def run(failing_step: int) -> tuple[Traffic, int]:
+        """Return the traffic when the beams have been preempted, and the step in which they were."""
+
+        def fail(output: SchedulerOutput) -> Failure | None:
+            kv, table = traffic.scheduler._state.kv, traffic.scheduler._state.table
+            beams = [row for row in output.rows.tolist() if table.is_beam[row]]
+            if output.step == failing_step:
+                blocks.update(block for row in beams for block in kv.tables.of(row)[0][1:].tolist())
+            return Failure(frozenset(beams)) if output.step == failing_step else None
+
+        traffic = Traffic(setting)
+        traffic.add(make_request(1, [2] * 6, SamplingParams(max_tokens=50, ignore_eos=True)))
+        traffic.add(make_request(2, [1] * 5, SamplingParams(n=3, max_tokens=40, beam_search=BeamSearchOptions())))
+        while not (output := traffic.plan(fail)).preempted:
+            if len(traffic.in_flight) == 2:
+                traffic.deliver()
+        return traffic, output.step
+
+    _, step = run(failing_step=0)
+    traffic, _ = run(failing_step=step - 1)
+    assert blocks
+    assert len(traffic.in_flight) == 2
+    traffic.deliver()
+    assert traffic.scheduler._state.kv.prefix_cache._hash_of.keys().isdisjoint(blocks)
+    traffic.drain()
+
+
 def test_copies_of_a_step_that_computes_nothing_are_measured() -> None:
     """The second preemption is decided by what the copies of the first took, in a step of copies only."""
     setting = Setting(

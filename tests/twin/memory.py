@@ -59,13 +59,19 @@ class Memory:
                 numbers += table[start // size : blocks_for(end, size)]
         return {self.pool.blocks[number].stamp for number in numbers if number != NULL}
 
-    def equal_blocks(self, request: Request, tokens: list[int], *, of_windows: bool = False) -> set[int]:
-        """All blocks that hold what the full blocks of these tokens do; in groups with a window, or in all."""
+    def equal_blocks(
+        self, request: Request, tokens: list[int], *, of_windows: bool = False, after: int = 0
+    ) -> set[int]:
+        """All blocks that hold what the full blocks of these tokens do; in groups with a window, or in all.
+
+        after: without those that end in the first `after` tokens.
+        """
         contents = [
             self.content(group, request, tokens, end)
             for group, (spec, size) in enumerate(zip(self.groups, self.sizes, strict=True))
             if spec.window or not of_windows
             for end in range(size, len(tokens) + 1, size)
+            if end > after
         ]
         return {number for content in contents for number in self.pool.known.get(content, ())}
 

@@ -490,6 +490,8 @@ class TwinScheduler:
             self.memory.free(sequence)
             sequence.computed = 0
             if state.request.is_beam_search:  # the search begins again
+                if state.stale_steps:  # which may show that its numbers are wrong
+                    self._forget_output(state.request, sequence)
                 del sequence.tokens[sequence.num_prompt :]
         if state.request.is_beam_search:
             state.search, state.forked = None, len(state.sequences) == 1
@@ -1117,6 +1119,11 @@ class TwinScheduler:
         else:  # it does not know any more which blocks its windows have left
             numbers |= self.memory.equal_blocks(request, sequence.tokens[: sequence.computed], of_windows=True)
         self.pool.forget_blocks(numbers)
+
+    def _forget_output(self, request: Request, sequence: TwinSequence) -> None:
+        if self.memory.caching:
+            after_prompt = self.memory.equal_blocks(request, sequence.tokens, after=sequence.num_prompt)
+            self.pool.forget_blocks(after_prompt)
 
     def _fail_sequence(self, state: TwinRequest, sequence: TwinSequence) -> bool:
         """It ends. Return whether siblings wait for it: they start again without it."""

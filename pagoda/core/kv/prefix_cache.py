@@ -328,11 +328,11 @@ class PrefixCache:
             self.uncache_blocks(self._entries[group.index][row, first // per_block : last // per_block])
         self.num_cached[row] = min(first, last)
 
-    def uncache(self, sequence: Sequence, tables: tuple[np.ndarray, ...]) -> None:
+    def uncache(self, sequence: Sequence, tables: tuple[np.ndarray, ...] = (), *, after: int = 0) -> None:
         """The sequence's KV cannot be trusted: remove the blocks of its row, and all that its hashes find where its
         tables do not tell: in every group without a row, with one in those whose window has left the first blocks.
 
-        tables: of its row, if it has one, per KV group.
+        tables: of its row, if it has one, per KV group.   after: without a row, not what so many tokens fill.
         """
         if not self.enabled:
             return
@@ -342,7 +342,7 @@ class PrefixCache:
             hashes = [] if chain is None else chain.hashes[: int(self.num_cached[row])]
             self.num_cached[row] = max(map(len, tables))
         else:
-            hashes = self.hash_tokens(sequence).hashes
+            hashes = self.hash_tokens(sequence).hashes[after // self._sizing.block_size :]
         for group in self._groups:
             if row >= 0:
                 self.uncache_blocks(tables[group.index])
