@@ -313,7 +313,8 @@ def _with_prior(one: Any, tokens: list[int]) -> Any:
 @pytest.mark.parametrize("num_right", [0, 1, 3, 4])
 def test_drafts_change_no_token(model: Path, expected: Trace, num_right: int, engine: Engines) -> None:
     """Right ones are accepted; the others, which the grammar may forbid or not, are taken back."""
-    own = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 99, "prompt_lookup_max": 99}  # finds none
+    # Its own method finds no drafts.
+    own = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 99, "prompt_lookup_max": 99}
     core = engine(model, speculative_config=own, async_scheduling=False)  # the drafts are for the next step
     watched = [watched_requests()[i] for i in (0, 3, 6, 13, 14)]
     for i, each in enumerate(watched):
