@@ -208,7 +208,7 @@ PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRow
                     auto second = [&](int64_t c) {
                         return has_integers ? codes[c].integers : reinterpret_cast<const uint8_t*>(codes[c].offsets + g);
                     };
-                    write_record(w.kind, w.group, at, columns, scales, second,
+                    write_record(w, at, columns, scales, second,
                                  [&](int64_t c) { return codes[c].codes + g * w.group; });
                 }
             }

@@ -127,7 +127,7 @@ PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* 
             int64_t columns = w.out_features - p * PANEL < PANEL ? w.out_features - p * PANEL : PANEL;
             for (int64_t g = 0; g < groups; g++) {
                 auto row_at = [&](int64_t c) { return (p * PANEL + c) * groups + g; };
-                write_record(w.kind, w.group, to + (p * groups + g) * record, columns,
+                write_record(w, to + (p * groups + g) * record, columns,
                              [&](int64_t c) { return scales + row_at(c) * scale_bytes; },
                              [&](int64_t c) { return offsets + row_at(c) * (header - scale_bytes); },
                              [&](int64_t c) { return codes + row_at(c) * w.group; });

@@ -50,40 +50,48 @@ inline f32x16 load_scales(int32_t kind, const uint8_t* at) {
     if (WEIGHT_FORMS[kind].scale_bits == 8) return (f32x16)(load_bytes(at) << 23) * 0.5f;
     return load(reinterpret_cast<const f16*>(at));
 }
-// Pack the codes of a group, a byte each, of all columns of a panel. codes: from a column to them.
-template <class CodesOf>
-void pack_group(int32_t kind, int64_t group, uint8_t* to, CodesOf&& codes) {
-    int bits = WEIGHT_FORMS[kind].bits;
-    auto plane = [&](auto width, uint32_t mask, int shift) {  // `width` bits of each code, from bit `shift` on
-        constexpr int quads = 8 / width;
-        for (int64_t word = 0; word < group / (4 * quads); word++, to += 4 * PANEL)
-            for (int c = 0; c < PANEL; c++) {
-                const uint8_t* from = codes(c) + word * 4 * quads;
-                uint32_t packed = 0;
-                for (int quad = 0; quad < quads; quad++) {
-                    uint32_t four;
-                    memcpy(&four, from + 4 * quad, 4);
-                    packed |= (four >> shift & mask) << (quad * width);
-                }
-                memcpy(to + 4 * c, &packed, 4);
+// Call f with the index into CODE_GROUPS of a quantised weight, as a constant.
+template <int AT = 0, class F>
+void with_code_group(const PackedLinear& w, F&& f) {
+    constexpr int COUNT = sizeof(CODE_GROUPS) / sizeof(CODE_GROUPS[0]);
+    if constexpr (AT < COUNT) {
+        if (w.kind == CODE_GROUPS[AT].kind && w.group == CODE_GROUPS[AT].size)
+            f(std::integral_constant<int, AT>());
+        else
+            with_code_group<AT + 1>(w, f);
+    }
+}
+// Pack WIDTH bits, from bit SHIFT on, of each code of a record, of all columns of a panel: first the words of a column,
+// in vectors, then the columns side by side.
+// codes(c): those of column c, a byte each.   to: the first sub-group's; that of the next is `sub_bytes` further on.
+template <int WIDTH, int SHIFT, int64_t GROUP, int64_t SUB_GROUP, class CodesOf>
+void pack_plane(uint8_t* to, int64_t sub_bytes, CodesOf&& codes) {
+    constexpr int QUADS = 8 / WIDTH;
+    constexpr int64_t WORDS = GROUP / (4 * QUADS), OF_SUB_GROUP = SUB_GROUP / (4 * QUADS);
+    constexpr uint32_t MASK = 0x01010101u * (0xffu >> (8 - WIDTH));
+    uint32_t words[PANEL][WORDS];
+    for (int c = 0; c < PANEL; c++) {
+        const uint8_t* from = codes(c);
+        for (int64_t word = 0; word < WORDS; word++) {
+            uint32_t packed = 0;
+            for (int quad = 0; quad < QUADS; quad++) {
+                uint32_t four;
+                memcpy(&four, from + (word * QUADS + quad) * 4, 4);
+                packed |= (four >> SHIFT & MASK) << (quad * WIDTH);
             }
-    };
-    if (bits == 8) return plane(std::integral_constant<int, 8>(), 0xffffffffu, 0);
-    if (bits == 2) return plane(std::integral_constant<int, 2>(), 0x03030303u, 0);
-    plane(std::integral_constant<int, 4>(), 0x0f0f0f0fu, 0);
-    if (high_bits(bits) == 1) plane(std::integral_constant<int, 1>(), 0x01010101u, 4);
-    if (high_bits(bits) == 2) plane(std::integral_constant<int, 2>(), 0x03030303u, 4);
+            words[c][word] = packed;
+        }
+    }
+    for (int64_t word = 0; word < WORDS; word++) {
+        uint8_t* at = to + word / OF_SUB_GROUP * sub_bytes + word % OF_SUB_GROUP * 4 * PANEL;
+        for (int c = 0; c < PANEL; c++) memcpy(at + 4 * c, &words[c][word], 4);
+    }
 }
 // Write a record. scales(c): where those of column c are; second(c): what comes after them, minima, zero points or
 // integers; codes(c): a byte each.
 template <class Scales, class Second, class CodesOf>
-void write_record(int32_t kind, int64_t group, uint8_t* to, int64_t columns, Scales&& scales, Second&& second,
+void write_record(const PackedLinear& w, uint8_t* to, int64_t columns, Scales&& scales, Second&& second,
                   CodesOf&& codes) {
-    static constexpr uint8_t NO_CODES[256] = {};  // of columns that pad a panel
-    const WeightForm& form = WEIGHT_FORMS[kind];
-    bool has_integers = form.sub_group != 0;
-    int64_t sub = has_integers ? form.sub_group : group, header = header_bytes(kind, group);
-    int64_t first = has_integers ? units_bytes(kind) : scales_bytes(kind);
     auto words = [&](auto size, int64_t begin, int64_t end, auto&& from) {  // of `size` bytes, a column's side by side
         for (int64_t c = 0; c < columns; c++) {
             const uint8_t* of = from(c);
@@ -91,17 +99,24 @@ void write_record(int32_t kind, int64_t group, uint8_t* to, int64_t columns, Sca
                 memcpy(to + begin + (i * PANEL + c) * size, of + i * size, size);
         }
     };
-    if (!has_integers && form.scale_bits == 8)
-        words(std::integral_constant<int64_t, 1>(), 0, first, scales);
-    else
-        words(std::integral_constant<int64_t, 2>(), 0, first, scales);
-    if (has_integers)
-        words(std::integral_constant<int64_t, 4>(), first, header, second);
-    else
-        words(std::integral_constant<int64_t, 2>(), first, header, second);
-    for (int64_t at = 0; at < group; at += sub)
-        pack_group(kind, sub, to + header + at * form.bits / 8 * PANEL,
-                   [&](int c) { return c < columns ? codes(c) + at : NO_CODES; });
+    with_code_group(w, [&](auto at) {
+        constexpr int32_t KIND = CODE_GROUPS[at].kind;
+        constexpr int64_t GROUP = CODE_GROUPS[at].size;
+        constexpr WeightForm FORM = WEIGHT_FORMS[KIND];
+        constexpr bool HAS_INTEGERS = FORM.sub_group != 0;
+        constexpr int64_t SUB_GROUP = HAS_INTEGERS ? FORM.sub_group : GROUP;
+        constexpr int64_t FIRST = HAS_INTEGERS ? units_bytes(KIND) : scales_bytes(KIND);
+        constexpr int64_t HEADER = header_bytes(KIND, GROUP);
+        words(std::integral_constant<int64_t, !HAS_INTEGERS && FORM.scale_bits == 8 ? 1 : 2>(), 0, FIRST, scales);
+        words(std::integral_constant<int64_t, HAS_INTEGERS ? 4 : 2>(), FIRST, HEADER, second);
+        static constexpr uint8_t NO_CODES[GROUP] = {};  // of columns that pad a panel
+        auto codes_of = [&](int c) { return c < columns ? codes(c) : NO_CODES; };
+        constexpr int HIGH = high_bits(FORM.bits), LOW = FORM.bits - HIGH;
+        constexpr int64_t SUB_BYTES = SUB_GROUP * FORM.bits / 8 * PANEL;
+        pack_plane<LOW, 0, GROUP, SUB_GROUP>(to + HEADER, SUB_BYTES, codes_of);
+        if constexpr (HIGH != 0)
+            pack_plane<HIGH, 4, GROUP, SUB_GROUP>(to + HEADER + SUB_GROUP * LOW / 8 * PANEL, SUB_BYTES, codes_of);
+    });
 }
 // The codes of a group of one column, a byte each, or the levels that they stand for.
 inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64_t column, uint8_t* codes) {
@@ -120,17 +135,6 @@ inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64
     if (high_bits(bits) != 0) plane(high_bits(bits), 4);
     if (form.has_levels)
         for (int64_t i = 0; i < group; i++) codes[i] = form.levels[codes[i]];
-}
-// Call f with the index into CODE_GROUPS of a quantised weight, as a constant.
-template <int AT = 0, class F>
-void with_code_group(const PackedLinear& w, F&& f) {
-    constexpr int COUNT = sizeof(CODE_GROUPS) / sizeof(CODE_GROUPS[0]);
-    if constexpr (AT < COUNT) {
-        if (w.kind == CODE_GROUPS[AT].kind && w.group == CODE_GROUPS[AT].size)
-            f(std::integral_constant<int, AT>());
-        else
-            with_code_group<AT + 1>(w, f);
-    }
 }
 // Bytes of the first `count` elements along K of one panel, with what the last one shares a word or a group with.
 inline int64_t panel_bytes(const PackedLinear& w, int64_t count) {
