@@ -15,7 +15,7 @@ from pagoda.worker.devices import Device
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.devices.cuda import CudaDevice
 
-WITH_STATES = ("lfm2", "mamba2", "granite4", "bamba", "falcon-h1", "qwen3-next", "qwen3.5")
+WITH_STATES = ("lfm2", "mamba2", "granite4", "bamba", "falcon-h1", "nemotron-h", "qwen3-next", "qwen3.5")
 """How the names of models begin that have recurrent layers."""
 REFUSED_BY_TRITON = ("deepseek-v", "gpt-oss", "mistral4", *WITH_STATES)
 """How the names (in tests/models/tiny.py) of models begin that are refused with Triton's kernels when an engine starts:

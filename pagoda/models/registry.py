@@ -31,6 +31,7 @@ from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from pagoda.models.mistral4 import MISTRAL4
 from pagoda.models.modernbert import MODERNBERT
 from pagoda.models.nanochat import NANOCHAT
+from pagoda.models.nemotron_h import NEMOTRON_H
 from pagoda.models.olmo2 import OLMO2, OLMO3
 from pagoda.models.olmoe import OLMOE
 from pagoda.models.phi import PHI, PHI3
@@ -89,6 +90,7 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        NEMOTRON_H,
         SEED_OSS,
         ARCEE,
         APERTUS,

@@ -483,6 +483,7 @@ class ForwardOps(Protocol):
         renormalize=Scalar.FLAG,
         alpha=Scalar.F32,
         limit=Scalar.F32,
+        activation=Scalar.I32,
         out=like("x"),
     )
     def moe(
@@ -495,16 +496,18 @@ class ForwardOps(Protocol):
         renormalize: bool,
         alpha: float = 1.0,
         limit: float = 0.0,
+        activation: Activation = Activation.SILU,
     ) -> Tensor:
-        """Route each token to its top_k experts and sum their gated MLPs by routing weight, [T, hidden] -> [T, hidden].
+        """Route each token to its top_k experts and sum their MLPs by routing weight, [T, hidden] -> [T, hidden].
 
-        router_logits: [T, E], any float dtype.   gate_up: E weights [2 I, hidden], gate then up.
-        down: E weights [hidden, I].
+        router_logits: [T, E], any float dtype.   gate_up: E weights [2 I, hidden], gate then up; without gates
+        [I, hidden].   down: E weights [hidden, I].
         A routing weight is the softmax over all experts, in float32; of equals the lower expert is chosen.
         renormalize: the chosen weights are divided by their sum (Mixtral; Qwen3-MoE where norm_topk_prob says so).
-        An expert computes down(silu(gate(x)) * up(x)). With a limit (GPT-OSS), gate is at most that, up at most as far
-        from 0, and it computes down(gate * sigmoid(alpha * gate) * (up + 1)). The weighted sum is in float32, the
-        largest weight first, and rounded once to x's dtype.
+        An expert computes down(activation(gate(x)) * up(x)), without a gate down(activation(up(x))). With a limit
+        (GPT-OSS), gate is at most that, up at most as far from 0, and it computes
+        down(gate * sigmoid(alpha * gate) * (up + 1)). The weighted sum is in float32, the largest weight first, and
+        rounded once to x's dtype.
         """
         ...
 
@@ -523,6 +526,7 @@ class ForwardOps(Protocol):
         top_groups=Scalar.I32,
         best=Scalar.I32,
         factor=Scalar.F32,
+        activation=Scalar.I32,
         out=like("x"),
     )
     def grouped_moe(
@@ -539,6 +543,7 @@ class ForwardOps(Protocol):
         top_groups: int,
         best: int,
         factor: float,
+        activation: Activation = Activation.SILU,
     ) -> Tensor:
         """`moe` whose experts are in `groups` equal groups, of which a token takes experts of `top_groups` only.
 

@@ -145,10 +145,11 @@ def _check_scan(shapes: Shapes, per_token: Sequence[str], per_head: Sequence[str
 def check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     experts, width, hidden = shapes["gate_up"]
     top_k = arguments["top_k"]
-    if shapes["down"] != (experts, hidden, width // 2) or shapes["router_logits"][1] != experts:
+    fits = shapes["down"] in ((experts, hidden, width // 2), (experts, hidden, width))  # with a gate, without one
+    if not fits or shapes["router_logits"][1] != experts:
         raise ValueError(
-            f"gate_up of {experts} experts [{width}, {hidden}] needs down [{hidden}, {width // 2}] and as many router "
-            f"logits, not {shapes['down']} and {shapes['router_logits']}"
+            f"gate_up of {experts} experts [{width}, {hidden}] needs down [{hidden}, {width // 2}], or without a gate "
+            f"[{hidden}, {width}], and as many router logits, not {shapes['down']} and {shapes['router_logits']}"
         )
     if not isinstance(top_k, int) or not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")

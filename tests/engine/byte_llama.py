@@ -34,6 +34,11 @@ def write_byte_llama(folder: Path, seed: int = 1) -> Path:
     (folder / "generation_config.json").unlink()  # it names an end token of a larger vocabulary
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 1, "eos_token_id": EOS}))
+    return write_byte_tokenizer(folder)
+
+
+def write_byte_tokenizer(folder: Path) -> Path:
+    """Write the tokenizer next to a model with VOCAB tokens."""
     specials = ["<unk>", "<s>", "</s>"]
     vocab = {token: i for i, token in enumerate([*specials, *BYTE_LETTERS])}
     merges: list[tuple[str, str]] = []

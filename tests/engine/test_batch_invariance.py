@@ -325,9 +325,11 @@ def test_other_ways_to_attend(name: str, num_groups: int, tmp_path: Path, on_the
     assert not missing, counts
 
 
-OTHER_FAMILIES = {"gpt-oss": 3, "gemma2": 3, "cohere": 1, "gpt-neox": 1, "gpt2": 1, "qwen2-moe": 1, "falcon-h1": 1}
+OTHER_FAMILIES = {
+    "gpt-oss": 3, "gemma2": 3, "cohere": 1, "gpt-neox": 1, "gpt2": 1, "qwen2-moe": 1, "falcon-h1": 1, "nemotron-h": 1,
+}  # fmt: skip
 """Model -> its KV groups, without that of states: sinks; soft caps; parallel blocks that turn pairs of neighbours, and
-a part of each head; learned positions; shared experts; attention and states in each layer."""
+a part of each head; learned positions; shared experts; attention and states in each layer; layers of one part each."""
 
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)

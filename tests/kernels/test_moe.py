@@ -95,6 +95,50 @@ def test_equals_the_reference(
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("inner", [160, 49])
+def test_experts_without_a_gate_equal_the_reference(
+    fast: Ops, reference: ReferenceOps, inner: int, dtype: torch.dtype
+) -> None:
+    kind = Activation.RELU_SQUARED
+    x, router_logits = draw(37, 96).to(dtype), draw(37, 8, seed=1).to(dtype)
+    up, down = draw(8, inner, 96, seed=2) / 10, draw(8, 96, inner, seed=3) / 10
+    got, want = (
+        ops.moe(x, router_logits, experts_of(ops, up, dtype), experts_of(ops, down, dtype), 3, True, activation=kind)
+        for ops in (fast, reference)
+    )
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    positive = (x[0].float() @ up.to(dtype).float()[5].T).relu()
+    alone = reference.moe(
+        x[:1],
+        torch.tensor([[0.0] * 5 + [99, 0, 0]]),
+        *(experts_of(reference, w, dtype) for w in (up, down)),
+        1,
+        True,
+        activation=kind,
+    )
+    torch.testing.assert_close(
+        alone[0].float(), positive**2 @ down.to(dtype).float()[5].T, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("inner", [160, 49])
+def test_experts_with_another_gate_equal_the_reference(
+    fast: Ops, reference: ReferenceOps, inner: int, dtype: torch.dtype
+) -> None:
+    x, router_logits = draw(37, 96).to(dtype), draw(37, 8, seed=1).to(dtype)
+    gate_up, down = draw(8, 2 * inner, 96, seed=2) / 10, draw(8, 96, inner, seed=3) / 10
+    got, want, plain = (
+        ops.moe(
+            x, router_logits, experts_of(ops, gate_up, dtype), experts_of(ops, down, dtype), 3, True, activation=kind
+        )
+        for ops, kind in ((fast, Activation.GELU_TANH), (reference, Activation.GELU_TANH), (reference, Activation.SILU))
+    )
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert (want - plain).abs().max() > 0.03
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("inner", [160, 49])
 def test_limited_experts_with_biases_equal_the_reference(
     fast: Ops, reference: ReferenceOps, inner: int, dtype: torch.dtype
 ) -> None:
@@ -205,8 +249,10 @@ def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: s
 
 
 @pytest.mark.parametrize("kind", [F32, BF16, F16, "q8", "q4_min", "mxfp4", "Q5_K", "Q6_K"], ids=str)
-@pytest.mark.parametrize("inner", [64, 33], ids=["fused gate", "gate of its own"])
-def test_a_tokens_bits_are_its_own(native: NativeOps, kind: torch.dtype | str, inner: int) -> None:
+@pytest.mark.parametrize(
+    ("inner", "width"), [(64, 128), (33, 66), (33, 33)], ids=["fused gate", "gate of its own", "no gate"]
+)
+def test_a_tokens_bits_are_its_own(native: NativeOps, kind: torch.dtype | str, inner: int, width: int) -> None:
     """Alone, in any batch, at any place in it, on any number of threads."""
     dtype = BF16 if isinstance(kind, str) else kind
     hidden, experts, tokens = 80, 16, 150
@@ -223,7 +269,7 @@ def test_a_tokens_bits_are_its_own(native: NativeOps, kind: torch.dtype | str, i
             )
         return native.prepare_experts([native.prepare_linear(weight.to(dtype)) for weight in weights])
 
-    gate_up, down = prepared((2 * inner, hidden), 100), prepared((hidden, inner), 200)
+    gate_up, down = prepared((width, hidden), 100), prepared((hidden, inner), 200)
 
     def run(ops: NativeOps, rows: slice | torch.Tensor) -> torch.Tensor:
         return ops.moe(x[rows], router_logits[rows], gate_up, down, 3, False)

@@ -112,6 +112,16 @@ OF_FAMILY: dict[str, dict[str, str]] = {
     },
     "granitemoehybrid": {"mamba_chunk_size": "computes the same in parts"},
     "falcon_h1": {"mamba_chunk_size": "computes the same in parts", "num_logits_to_keep": _BOOKKEEPING},
+    "nemotron_h": {
+        **dict.fromkeys(("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"), _TRAINING),
+        "residual_in_fp32": "of the order of rounding",
+        "chunk_size": "computes the same in parts",
+        "expand": _DERIVED,
+        "mamba_ssm_cache_dtype": "states are in float32",
+        **dict.fromkeys(("use_mamba_kernels", "moe_shared_expert_overlap"), "of the order of work"),
+        "num_logits_to_keep": _BOOKKEEPING,
+        **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type"), "of layers that are not loaded"),
+    },
     "bamba": {
         "mamba_chunk_size": "computes the same in parts",
         "z_loss_coefficient": _TRAINING,

@@ -72,6 +72,7 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
     "qwen3.5": [{"r": 8, "target_modules": ["in_proj_qkv", "in_proj_z", "in_proj_a", "q_proj", "down_proj"]}],
     "bamba": [{"r": 8, "target_modules": ["in_proj", "out_proj", "q_proj", "gate_proj", "down_proj"]}],
     "falcon-h1": [{"r": 8, "target_modules": ["in_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]}],
+    "nemotron-h": [{"r": 8, "target_modules": ["in_proj", "q_proj", "o_proj"]}],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],
 }
 

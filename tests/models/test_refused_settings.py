@@ -259,6 +259,11 @@ def test_what_does_not_go_with_states_is_refused_at_start(options: dict[str, Any
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
         ("lfm2", {"block_ffn_dim_multiplier": 0.0001}, "leaves MLPs without elements"),
         ("falcon-h1", {"mamba_d_ssm": 100}, "mamba_n_heads = 6, expected a divisor of mamba_d_ssm = 100"),
+        ("nemotron-h", {"layers_block_type": ["mlp", "conv"]}, "layers_block_type = .*, expected a list of linear_att"),
+        ("nemotron-h", {"layers_block_type": None}, "'hybrid_override_pattern' is missing"),
+        ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-X"}, r"a string of M \* - E"),
+        ("nemotron-h", {"n_groups": 4}, "n_groups = 4, expected a divisor of mamba_num_heads = 6"),
+        ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
         ("falcon-h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers = .*, expected 2 positive numbers"),
     ],
     ids=str,
@@ -306,6 +311,18 @@ def test_older_spellings_of_lfm2(tmp_path: Path):
     spec = read_model(identify(tmp_path)).spec
     assert (spec.intermediate_size, spec.tie_embeddings) == (128, False)
     assert len(read_model(identify(tmp_path)).kv_groups) == 2
+
+
+def test_older_spellings_of_nemotron_h(tmp_path: Path):
+    """A letter for each layer, and Bamba's names of settings."""
+    save(make_model("nemotron-h"), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    plain = read_model(identify(tmp_path))
+    del settings["layers_block_type"]
+    settings |= {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "n_groups": 8, "mamba_n_groups": 2}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert read_model(identify(tmp_path)).spec == plain.spec
+    assert read_model(identify(tmp_path)).kv_groups == plain.kv_groups
 
 
 def test_embeddings_in_place_of_tokens_are_refused_where_layers_look_up_tokens(tmp_path: Path):

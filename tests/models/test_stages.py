@@ -122,6 +122,7 @@ def on_ranks(files: ModelFiles, kernels: str, size: int, stages: int, steps: lis
         "mamba2",
         "falcon-h1",
         "qwen3.5",
+        "nemotron-h",
     ],
 )
 def test_stages_compute_the_bits_of_one_rank(name: str, kernels: str, folder: Folder) -> None:

@@ -41,6 +41,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NanoChatConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -215,6 +216,15 @@ def _falcon_h1(**more: object) -> PretrainedConfig:
         "mlp_multipliers": [0.9, 0.6], "ssm_multipliers": [0.5, 0.7, 0.8, 1.1, 1.4],
     }  # fmt: skip
     return FalconH1Config(**{**_SHAPE, **_MAMBA, **factors, "mamba_d_ssm": 192, **more})
+
+
+def _nemotron_h(**more: object) -> PretrainedConfig:
+    heads = {"head_dim": 32, "mamba_num_heads": 6, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16}
+    experts = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+               "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.5}  # fmt: skip
+    kinds = ["linear_attention", "moe", "full_attention", "mlp"]
+    shape = {key: value for key, value in _SHAPE.items() if key != "num_hidden_layers"}
+    return NemotronHConfig(**{**shape, **heads, **experts, "chunk_size": 16, "layers_block_type": kinds, **more})
 
 
 def _bamba(**more: object) -> PretrainedConfig:
@@ -395,6 +405,17 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         tie_word_embeddings=True,
     ),
     "qwen3.5-moe": _qwen3_5_moe,
+    "nemotron-h": _nemotron_h,
+    "nemotron-h-latent": lambda: _nemotron_h(
+        layers_block_type=["mlp", "full_attention", "linear_attention", "moe"],
+        moe_latent_size=64,
+        mlp_bias=True,
+        use_bias=True,
+        use_conv_bias=False,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=False,
+    ),
     "mamba2-plain": lambda: _mamba2(n_groups=1, use_conv_bias=False, use_bias=True),
     "lfm2-moe-without-bias": lambda: _lfm2_moe(use_expert_bias=False, norm_topk_prob=False),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),

@@ -197,8 +197,9 @@ void limited_gate(const T* gate, int64_t up, T* out, int64_t count, float alpha,
 template <class T>
 void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t tokens, int threads) {
     int64_t pairs = tokens * a.top_k, hidden = a.x.dim, inner = a.down->experts[0]->in_features;
-    bool fused = inner % PANEL == 0 && a.limit == 0.0f;
-    int64_t up_width = fused ? inner : 2 * inner;
+    int64_t out_features = a.gate_up->experts[0]->out_features;
+    bool gated = out_features != inner, fused = a.limit == 0.0f && (!gated || inner % PANEL == 0);
+    int64_t up_width = fused ? inner : out_features;
     int64_t bytes = 4 * 64 + 4 * pairs * 4 + 4 * (a.gate_up->count + 1) + 64 +
                     pairs * (hidden + up_width + inner) * static_cast<int64_t>(sizeof(T)) + pairs * hidden * 4 + 4 * 64;
     Allocation memory{static_cast<char*>(thread_scratch(bytes, 0))};
@@ -219,18 +220,21 @@ void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t to
             memcpy(static_cast<void*>(sorted + i * hidden), x + routing.token[i] * a.x.stride, sizeof(T) * hidden);
     });
     int32_t dtype = a.x.dtype;
-    int32_t activation = fused ? ACTIVATION_SILU : ACTIVATION_IDENTITY;
-    multiply_experts({a.gate_up->experts[0], sorted, pairs, hidden, dtype, dtype, up, up_width, activation, fused},
+    multiply_experts({a.gate_up->experts[0], sorted, pairs, hidden, dtype, dtype, up, up_width,
+                      fused ? a.activation : ACTIVATION_IDENTITY, fused && gated},
                      *a.gate_up, routing, threads);
     if (!fused)
         parallel(threads_for(pairs * inner * 2, threads, pairs), [&](int thread, int num_threads) {
             Range mine = share_of(pairs, thread, num_threads);
-            for (int64_t i = mine.begin; i < mine.end; i++) {
-                if (a.limit == 0.0f)
-                    gate_lanes<Silu>(up + i * up_width, inner, active + i * inner, inner);
-                else
-                    limited_gate(up + i * up_width, inner, active + i * inner, inner, a.alpha, a.limit);
-            }
+            by_activation(a.activation, [&](auto function) {
+                for (int64_t i = mine.begin; i < mine.end; i++) {
+                    const T* from = up + i * up_width;
+                    if (a.limit == 0.0f)
+                        gate_lanes<decltype(function)>(from, inner, active + i * inner, inner);
+                    else
+                        limited_gate(from, inner, active + i * inner, inner, a.alpha, a.limit);
+                }
+            });
         });
     multiply_experts({a.down->experts[0], active, pairs, inner, dtype, F32, results, hidden}, *a.down,
                      routing, threads);
@@ -264,5 +268,6 @@ PAGODA_EXPORT void pagoda_moe(const MoeArgs* a, int32_t threads) { run_blocks(*a
 
 PAGODA_EXPORT void pagoda_grouped_moe(const GroupedMoeArgs* a, int32_t threads) {
     Groups groups{elements_of<const float>(a->bias), a->sigmoid != 0, a->groups, a->top_groups, a->best, a->factor};
-    run_blocks({a->x, a->router_logits, a->gate_up, a->down, a->top_k, a->renormalize, 1.0f, 0.0f, a->out}, &groups, threads);
+    run_blocks({a->x, a->router_logits, a->gate_up, a->down, a->top_k, a->renormalize, 1.0f, 0.0f, a->activation, a->out},
+               &groups, threads);
 }

@@ -6,6 +6,7 @@ import torch
 
 from pagoda.kernels.linear.library import LibraryLinear, linear
 from pagoda.kernels.moe.reference import ExpertList, activated, grouped_moe_by, moe_by
+from pagoda.ops.declare import Activation
 
 
 def _sum_of_experts(
@@ -14,6 +15,7 @@ def _sum_of_experts(
     weights: torch.Tensor,
     gate_up: ExpertList[LibraryLinear],
     down: ExpertList[LibraryLinear],
+    activation: Activation,
     alpha: float,
     limit: float,
 ) -> torch.Tensor:
@@ -23,8 +25,8 @@ def _sum_of_experts(
     pair_of = experts.flatten()
     for expert in pair_of.unique().tolist():
         pairs = (pair_of == expert).nonzero().squeeze(1)
-        gate, up = linear(x[pairs // top_k], gate_up.weights[expert]).float().chunk(2, dim=-1)
-        active = activated(gate, up, alpha, limit).to(x.dtype)
+        both = linear(x[pairs // top_k], gate_up.weights[expert])
+        active = activated(both, down.in_features, activation, alpha, limit)
         parts[pairs] = linear(active, down.weights[expert]).float()
     return (parts.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 

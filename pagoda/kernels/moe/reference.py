@@ -6,9 +6,10 @@ from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
-import torch.nn.functional as F
 
+from pagoda.kernels.activation.reference import activate, gate
 from pagoda.kernels.linear.reference import PlainLinear, logits
+from pagoda.ops.declare import Activation
 from pagoda.ops.tensor import LinearWeight
 
 WeightT = TypeVar("WeightT", bound=LinearWeight)
@@ -41,16 +42,19 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
     return experts, chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen
 
 
-def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """float32 [T, I] twice -> silu(gate) * up; with a limit, what GPT-OSS has instead (see `ForwardOps.moe`)."""
+def activated(x: torch.Tensor, inner: int, kind: Activation, alpha: float, limit: float) -> torch.Tensor:
+    """[T, 2 I], gate then up, or [T, I], of experts without gates -> [T, I]; see `ForwardOps.moe`.   inner: I."""
+    if x.shape[-1] == inner:
+        return activate(x, kind)
     if not limit:
-        return F.silu(gate) * up
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+        return gate(x, kind)
+    gates, up = x.float().chunk(2, dim=-1)
+    gates, up = gates.clamp(max=limit), up.clamp(-limit, limit)
+    return (gates * torch.sigmoid(alpha * gates) * (up + 1)).to(x.dtype)
 
 
 SumOfExperts: TypeAlias = Callable[..., torch.Tensor]
-"""(x, experts [T, top_k], weights [T, top_k], gate_up, down, alpha, limit) -> [T, hidden], in x's dtype."""
+"""(x, experts [T, top_k], weights [T, top_k], gate_up, down, activation, alpha, limit) -> [T, hidden], in x's dtype."""
 
 
 def moe_by(
@@ -63,9 +67,10 @@ def moe_by(
     renormalize: bool,
     alpha: float = 1.0,
     limit: float = 0.0,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
     """Compute `ForwardOps.moe`."""
-    return sum_of_experts(x, *route(router_logits, top_k, renormalize), gate_up, down, alpha, limit)
+    return sum_of_experts(x, *route(router_logits, top_k, renormalize), gate_up, down, activation, alpha, limit)
 
 
 def grouped_moe_by(
@@ -82,6 +87,7 @@ def grouped_moe_by(
     top_groups: int,
     best: int,
     factor: float,
+    activation: Activation = Activation.SILU,
 ) -> torch.Tensor:
     """Compute `ForwardOps.grouped_moe`."""
     logits = router_logits.float()
@@ -94,7 +100,7 @@ def grouped_moe_by(
     experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     chosen = scores.gather(1, experts)
     weights = (chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen) * factor
-    return sum_of_experts(x, experts, weights, gate_up, down, 1.0, 0.0)
+    return sum_of_experts(x, experts, weights, gate_up, down, activation, 1.0, 0.0)
 
 
 def _sum_of_experts(
@@ -103,18 +109,19 @@ def _sum_of_experts(
     weights: torch.Tensor,
     gate_up: ExpertList[PlainLinear],
     down: ExpertList[PlainLinear],
+    activation: Activation,
     alpha: float,
     limit: float,
 ) -> torch.Tensor:
-    """Sum the gated MLPs of each token's experts by weight, rounded once.
+    """Sum the MLPs of each token's experts by weight, rounded once.
 
     Between up and down an expert's activation is rounded to x's dtype, as in a dense layer.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token in range(x.shape[0]):
         for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):
-            gate, up = logits(x[token : token + 1], gate_up.weights[expert]).to(x.dtype).chunk(2, dim=-1)
-            active = activated(gate.float(), up.float(), alpha, limit).to(x.dtype)
+            both = logits(x[token : token + 1], gate_up.weights[expert]).to(x.dtype)
+            active = activated(both, down.in_features, activation, alpha, limit)
             out[token] += weight * logits(active, down.weights[expert])[0]
     return out.to(x.dtype)
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels.activation.triton_activation import gate
+from pagoda.kernels.activation.triton_activation import activate, gate
 from pagoda.kernels.linear.triton_forms import TiledLinear, step_size
 from pagoda.kernels.linear.triton_linear import rows_for
 from pagoda.kernels.linear.triton_product import product, scaled
@@ -143,9 +143,11 @@ class TritonMoE:
         renormalize: bool,
         alpha: float = 1.0,
         limit: float = 0.0,
+        activation: Activation = Activation.SILU,
     ) -> torch.Tensor:
         """See reference.moe."""
-        return self.sum_of_experts(x, *route(router_logits, top_k, renormalize), gate_up, down, alpha, limit)
+        chosen = route(router_logits, top_k, renormalize)
+        return self.sum_of_experts(x, *chosen, gate_up, down, activation, alpha, limit)
 
     def sum_of_experts(
         self,
@@ -154,6 +156,7 @@ class TritonMoE:
         weights: torch.Tensor,
         gate_up: TiledLinear,
         down: TiledLinear,
+        activation: Activation,
         alpha: float,
         limit: float,
     ) -> torch.Tensor:
@@ -165,7 +168,9 @@ class TritonMoE:
         pairs = of_pair.argsort(stable=True)
         counts = torch.zeros(gate_up.num_experts + 1, dtype=torch.int64, device=x.device)
         first_pairs = counts.index_add_(0, of_pair + 1, torch.ones_like(of_pair)).cumsum(0)
-        active = gate(self._multiply(x.contiguous(), gate_up, pairs, first_pairs, top_k, x.dtype), Activation.SILU)
+        up = self._multiply(x.contiguous(), gate_up, pairs, first_pairs, top_k, x.dtype)
+        is_gated = gate_up.out_features != down.in_features
+        active = (gate if is_gated else activate)(up, activation)
         parts = self._multiply(active, down, pairs, first_pairs, 1, torch.float32)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         block = 512
