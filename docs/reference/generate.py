@@ -144,7 +144,7 @@ def vllm_page() -> str:
         "## Ignored\n\nThey change no result here. One warning names those that were given.\n\n"
         + _answers_table(IGNORED, "what holds instead"),
         "## Refused\n\nLeaving them out would change results, or who may use the server. "
-        "All refusals come in one error. A value that changes nothing (`--data-parallel-size 1`, or None and False in "
+        "All refusals come in one error. A value that changes nothing (`--nnodes 1`, or None and False in "
         "Python and in a file) is left out.\n\n" + _answers_table(REFUSED, "instead"),
     )
 

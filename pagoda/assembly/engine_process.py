@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.replica_share import take_share
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
@@ -161,7 +162,10 @@ class EngineServer:
 
 
 def main() -> None:
-    """Read the EngineConfig from standard input, build the engine, and serve on the socket in the folder in argv."""
+    """Read the EngineConfig from standard input, build the engine, and serve on the socket in the folder in argv.
+
+    The number of this replica, from 0, follows the folder.
+    """
     place = RendezvousDir(sys.argv[1])
     stdin = sys.stdin.buffer
     data = read_start(stdin)
@@ -172,12 +176,13 @@ def main() -> None:
     socket = zmq.Context().socket(zmq.PAIR)
     socket.connect(place.address(SOCKET))
     codec = wire.Codec(wire.ToEngine)
-    config = msgspec.msgpack.decode(data, type=EngineConfig)
-    configure_logging("engine", config.server.logs.log_level, config.server.logs.log_format)
+    config, number = msgspec.msgpack.decode(data, type=EngineConfig), int(sys.argv[2])
+    name = "engine" if config.server.data_parallel_size == 1 else f"engine-{number + 1}"
+    configure_logging(name, config.server.logs.log_level, config.server.logs.log_format)
     try:
         # The process runs no other threads, so pinning is safe.
         recorder = open_recorder(place, config)
-        core = build_engine_core(config, pin_threads=True, on_death=_end_like, recorder=recorder)
+        core = build_engine_core(take_share(config, number), pin_threads=True, on_death=_end_like, recorder=recorder)
     except Exception as error:
         known = isinstance(error, PagodaError | OSError | MemoryError) or is_out_of_memory(error)
         if not known:

@@ -98,15 +98,17 @@ def size_cache(
     media = media or encoder_in_memory(setup)
     is_fake = config.parallel.executor == "fake"
     weights = 0 if capacities and (is_fake or not is_on_host) else weights_in_memory(setup)
-    # Ranks on the host share its memory: this is about the part of one.
-    sharing = config.parallel.world_size if is_on_host else 1
+    # Ranks on the host share its memory, with those of other replicas: this is about the part of one.
+    num_replicas = config.server.data_parallel_size if is_on_host else 1
+    num_ranks = config.parallel.world_size if is_on_host else 1
+    sharing = num_ranks * num_replicas
     taken_by = "the weights and the largest step" if capacities else "the weights"
     on_device = adapters_in_memory(setup) + embeds.device + media.outputs + media.scratch
-    on_host = (embeds.host + media.features) // sharing
+    on_host = (embeds.host + media.features) // num_ranks
     reserved = on_device + (on_host if is_on_host else 0)
     found: list[KVCapacity] = []
     planned = [] if capacities else [(_free_before_loading(setup, sharing, weights), _block_bytes(setup))]
-    for free_bytes, block_bytes in _shares(capacities) or planned:
+    for free_bytes, block_bytes in _shares(capacities, num_replicas) or planned:
         free = max(0, free_bytes - reserved)
         found.append(
             plan_capacity(
@@ -183,12 +185,15 @@ def _free_before_loading(setup: EngineSetup, sharing: int, weights: int) -> int:
     return free - weights
 
 
-def _shares(capacities: Sequence[Capacity]) -> list[tuple[int, BlockCounts]]:
-    """Return for each rank the bytes for its pools, an equal share of its memory, and those of a block of each."""
+def _shares(capacities: Sequence[Capacity], num_replicas: int) -> list[tuple[int, BlockCounts]]:
+    """Return for each rank the bytes for its pools, an equal share of its memory, and those of a block of each.
+
+    num_replicas: which share the memory.
+    """
     shares: list[tuple[int, BlockCounts]] = []
     for rank in capacities:
         together = [one.free_bytes for one in capacities if one.memory == rank.memory]
-        shares.append((min(together) // len(together), rank.block_bytes))
+        shares.append((min(together) // (len(together) * num_replicas), rank.block_bytes))
     return shares
 
 

@@ -362,7 +362,10 @@ class EngineConfig:
 
     def without_keys(self) -> "EngineConfig":
         """Return the settings for other processes: of the server's only what they use, so no keys of its clients."""
-        used = ServerConfig(server_limits=self.server.server_limits, logs=self.server.logs)
+        server = self.server
+        used = ServerConfig(
+            server_limits=server.server_limits, logs=server.logs, data_parallel_size=server.data_parallel_size
+        )
         return replace(self, server=used)
 
     @classmethod

@@ -40,6 +40,10 @@ def check_settings(config: EngineConfig) -> None:
             "take kernels='auto', or leave batch_invariant out"
         )
     _check_ranks(config)
+    if config.debug.record is not None and server.data_parallel_size > 1:
+        raise ConfigError(
+            f"record goes with one engine, and data_parallel_size={server.data_parallel_size}: leave one of them out"
+        )
     config.model.lora.check()
     for name in ("lora_modules", "lora_dir"):
         if getattr(server.lora_sources, name) and not config.model.lora.enable_lora:

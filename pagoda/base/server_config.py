@@ -155,6 +155,14 @@ class ServerConfig:
     api_server_count: Annotated[
         int, Setting("Processes that serve HTTP, on the same port and before the same engine.", at_least=1)
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        Setting(
+            "Replicas of the model, each with an engine of its own that computes on its share of the cores or on its "
+            "own GPUs; requests of one that dies continue on the others.",
+            at_least=1,
+        ),
+    ] = 1
     root_path: Annotated[
         str, Setting("Path at which a proxy shows this server; routes work below it, too.", unset="none")
     ] = ""

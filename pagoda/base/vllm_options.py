@@ -132,7 +132,6 @@ REFUSED: Mapping[str, str] = {
     "logits_processor_pattern": _LOGITS,
     "lora_extra_vocab_size": "adapters cannot add tokens to the vocabulary",
     "enable_sleep_mode": "the server cannot free its memory while it runs; end it and start it again",
-    "data_parallel_size": "start one `pagoda serve` per replica behind a load balancer",
     "allowed_methods": _CORS,
     "allowed_headers": _CORS,
     "allow_credentials": _CORS,
@@ -158,7 +157,6 @@ REFUSED: Mapping[str, str] = {
 _NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "allowed_headers": ("*", '["*"]', "['*']"),
     "allowed_methods": ("*", '["*"]', "['*']"),
-    "data_parallel_size": ("1",),
     "nnodes": ("1",),
     "node_rank": ("0",),
     "response_role": ("assistant",),

@@ -99,7 +99,7 @@ async def _serve(configs: list[EngineConfig]) -> None:
     for other in configs[1:]:
         check_settings(other)
     from pagoda.assembly.model_plans import ModelPlan, plan_models
-    from pagoda.engine.clients.process_client import ProcessClient
+    from pagoda.engine.clients.replicas import own_engines
     from pagoda.server.listening import announce, listen
     from pagoda.server.model_engine import ModelEngine
     from pagoda.server.model_loader import ModelLoader
@@ -107,10 +107,7 @@ async def _serve(configs: list[EngineConfig]) -> None:
     timeouts, most_bytes = config.server.server_timeouts, config.server.server_limits.max_models_memory
     plans, budget = ([ModelPlan(config)], math.inf) if len(configs) == 1 else plan_models(configs, most_bytes)
     listener = listen(config.server)
-    engines = [
-        ModelEngine(one.config, ProcessClient(one.config, timeouts.step_timeout_s), one.num_bytes, one.sizes)
-        for one in plans
-    ]
+    engines = [ModelEngine(one.config, own_engines(one.config), one.num_bytes, one.sizes) for one in plans]
     loader = ModelLoader(engines, budget, timeouts.queue_timeout_s)
     loader.start_first()
     await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy

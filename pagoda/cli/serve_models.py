@@ -27,11 +27,12 @@ def model_configs(options: Mapping[str, object]) -> list[EngineConfig]:
     names = Counter(name for config in configs for name in config.model.names)
     if (twice := next((name for name, count in names.items() if count > 1), None)) is not None:
         raise ConfigError(f"two models are named {twice}: give them names of their own, as tables of a --models file")
-    if len(configs) > 1 and configs[0].server.api_server_count > 1:
-        raise ConfigError(
-            f"api_server_count={configs[0].server.api_server_count} goes with one model, and {len(configs)} are given: "
-            "leave it out, or start a server for each model"
-        )
+    for name in ("api_server_count", "data_parallel_size") if len(configs) > 1 else ():
+        if (value := getattr(configs[0].server, name)) > 1:
+            raise ConfigError(
+                f"{name}={value} goes with one model, and {len(configs)} are given: leave it out, or start a server "
+                "for each model"
+            )
     return configs
 
 

@@ -1,5 +1,6 @@
 """SchedulerView: what runs at this moment and who has which blocks. Made on request, never kept."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +67,48 @@ def view_of(state: SchedulerState) -> SchedulerView:
         next_clients=np.array([spec.client_index for spec in next_specs], np.int32),
         next_handles=np.array([spec.handle for spec in next_specs], np.int64),
     )
+
+
+def joined_views(views: Sequence[SchedulerView]) -> SchedulerView:
+    """Return what runs in several engines as one view: the blocks of one after those of the other.
+
+    Requests that wait are in the order of their places in the queues.
+    """
+    num_running = sum(view.num_running for view in views)
+    columns: list[np.ndarray] = []  # of each view, its requests' places in the joined columns
+    running, swapped = 0, num_running
+    for view in views:
+        num_swapped = len(view.handles) - view.num_running
+        columns.append(np.r_[running : running + view.num_running, swapped : swapped + num_swapped].astype(np.intp))
+        running, swapped = running + view.num_running, swapped + num_swapped
+    order = np.argsort(np.concatenate(columns))
+    turn = np.argsort(np.concatenate([np.arange(len(view.next_handles)) for view in views]), kind="stable")
+    cells = [_owned_by(view.cells, places, view.blocks_per_cell) for view, places in zip(views, columns, strict=True)]
+    host = [
+        _owned_by(view.host_cells, places, view.blocks_per_cell) for view, places in zip(views, columns, strict=True)
+    ]
+    values, host_values = np.concatenate(cells), np.concatenate(host)
+    per_cell = max(1, -(-max(len(values), len(host_values)) // MAX_CELLS))
+    return SchedulerView(
+        num_running=num_running,
+        clients=np.concatenate([view.clients for view in views])[order],
+        handles=np.concatenate([view.handles for view in views])[order],
+        num_computed=np.concatenate([view.num_computed for view in views])[order],
+        num_blocks=np.concatenate([view.num_blocks for view in views])[order],
+        blocks_per_cell=per_cell,
+        cells=_cells(values, per_cell),
+        host_cells=_cells(host_values, per_cell),
+        next_clients=np.concatenate([view.next_clients for view in views])[turn],
+        next_handles=np.concatenate([view.next_handles for view in views])[turn],
+    )
+
+
+def _owned_by(cells: np.ndarray, places: np.ndarray, blocks_per_cell: int) -> np.ndarray:
+    """Return the value of each block, of owners that are at other places of the columns now."""
+    values = cells.astype(np.intp)
+    is_owned = values >= FIRST_OWNER
+    values[is_owned] = places[values[is_owned] - FIRST_OWNER] + FIRST_OWNER
+    return np.repeat(values, blocks_per_cell)
 
 
 def _cells(values: np.ndarray, per_cell: int) -> np.ndarray:

@@ -6,7 +6,9 @@ side copies: an event loop sends them.
 """
 
 import dataclasses
+import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -18,7 +20,7 @@ from pagoda.core.events import ClientEvent, Events
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.core.stats import SchedulerStats
-from pagoda.core.view import SchedulerView
+from pagoda.core.view import SchedulerView, joined_views
 from pagoda.engine.step_strip import StepNote
 
 
@@ -171,10 +173,40 @@ class EngineStats(SchedulerStats):
     at_s: float = 0.0
 
     @property
+    def num_requests(self) -> int:
+        return self.num_running + self.num_waiting + self.num_swapped
+
+    @property
     def age_s(self) -> float:
         """Return the age of the snapshot: as long as the step that runs. 0 while there is no request."""
-        num_requests = self.num_running + self.num_waiting + self.num_swapped
-        return max(0.0, time.monotonic() - self.at_s) if num_requests else 0.0
+        return max(0.0, time.monotonic() - self.at_s) if self.num_requests else 0.0
+
+    def counters(self) -> "EngineStats":
+        """Return these statistics without the gauges, as of an engine that has ended."""
+        return EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
+
+    @staticmethod
+    def sum_of(parts: "Sequence[EngineStats]") -> "EngineStats":
+        """Return the statistics of several engines together; the time is the earliest of those with requests."""
+        added: dict[str, Any] = {}
+        for one in dataclasses.fields(EngineStats):
+            values = [getattr(part, one.name) for part in parts]
+            if isinstance(values[0], list):
+                added[one.name] = list(map(sum, itertools.zip_longest(*values, fillvalue=0)))
+            elif isinstance(values[0], tuple):
+                added[one.name] = tuple(sorted(set(itertools.chain(*values))))
+            else:
+                added[one.name] = sum(values)
+        busy = [part.at_s for part in parts if part.num_requests]
+        added["at_s"] = min(busy, default=max(part.at_s for part in parts))
+        return EngineStats(**added)
+
+
+_COUNTERS = (
+    *("prefix_queries", "prefix_hits", "encoder_queries", "encoder_hits", "preemptions", "swap_outs", "prompt_tokens"),
+    *("generation_tokens", "drafts", "drafted_tokens", "accepted_tokens", "accepted_tokens_per_pos"),
+    *("num_steps", "step_s", "scheduler_s", "adapters_read", "adapters_dropped"),
+)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -259,6 +291,18 @@ class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
     view: SchedulerView
     steps: tuple[StepNote, ...]
     stats: EngineStats
+
+    @staticmethod
+    def sum_of(replies: "Sequence[LookReply]") -> "LookReply":
+        """Return what several engines do as if it were one. Of steps, those that ended before all have replied."""
+        until_s = min(one.stats.at_s for one in replies)
+        steps = sorted((step for one in replies for step in one.steps), key=lambda step: step.ended_s)
+        return LookReply(
+            call_id=0,
+            view=joined_views([one.view for one in replies]),
+            steps=tuple(step for step in steps if step.ended_s <= until_s),
+            stats=EngineStats.sum_of([one.stats for one in replies]),
+        )
 
 
 FromEngine = (

@@ -109,6 +109,14 @@ def cpu_s_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process; False where the system does not say."""
+    try:
+        return _stat(pid)[0] in "Tt"
+    except OSError:
+        return False
+
+
 def children_of(pid: int) -> list[int]:
     """Return the processes that a process has started and that run; none where the system does not say."""
     found: list[int] = []

@@ -23,7 +23,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import WorkerDied
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.engine.clients.engine_link import WATCH_INTERVAL_S
-from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.replicas import EngineOwner, own_engines
 from pagoda.engine.clients.supervisor import STABLE_S, Restarts
 from pagoda.engine.wire import EngineSizes
 from pagoda.metrics.observed_requests import RequestRecord, oldest_of
@@ -78,7 +78,7 @@ async def serve_together(config: EngineConfig) -> None:
     Raises ConfigError for wrong settings, WorkerDied if an engine or a process cannot be started any more.
     """
     listeners = listen_together(config.server)
-    engine = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
+    engine = own_engines(config)
     starting = asyncio.create_task(engine.start())
     place = RendezvousDir()
     try:
@@ -97,7 +97,7 @@ class ApiGroup:
     """The processes, and what they share."""
 
     def __init__(
-        self, config: EngineConfig, engine: ProcessClient, listeners: list[socket.socket], place: RendezvousDir
+        self, config: EngineConfig, engine: EngineOwner, listeners: list[socket.socket], place: RendezvousDir
     ) -> None:
         self._config, self._engine, self._place = config, engine, place
         self._slots = [_Slot(number, listener) for number, listener in enumerate(listeners, 1)]

@@ -68,7 +68,7 @@ class ServedModel:
     chat_template: its own, of one or several names.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
     not set them.   facts: for lists of models.
-    max_num_seqs: that the engine runs at once.
+    max_num_seqs: that its engines run at once.
     history: what its answers were, as tokens; None if that is off.
     engine: its process, None in tests that have none.   loading: whether that is loaded.
     looks: at the engine, for those who look at its requests.

@@ -206,7 +206,7 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
         chat_template=template,
         tool_parser=parser,
         block_size=sizes.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=config.scheduler.max_num_seqs * server.data_parallel_size,
         trusts_templates=server.trust_request_chat_template,
         template_kwargs=server.answer_defaults.default_chat_template_kwargs,
         history=await asyncio.to_thread(_history_of, config, llm, peers, sizes.max_model_len),

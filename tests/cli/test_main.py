@@ -166,7 +166,7 @@ def test_an_app_for_one_command_has_that_command_alone() -> None:
         ),
         ("bench serve --backend vllm", "No such option: --backend; leave it out: bench serve measures any server"),
         ("bench throughput --dataset-name random", "use --workload FILE"),
-        ("serve x -dp 2", "--data-parallel-size of vLLM is not supported"),
+        ("serve x -dp 2 --no-such", "no such option: --no-such"),
         ("serve x -O3 -cc.mode=3 --no-such", "no such option: --no-such"),
         ("pull -hf no-such-model", "unknown model 'no-such-model'"),
         ("models show --hf-repo no-such-model", "unknown model 'no-such-model'"),

@@ -15,8 +15,8 @@ def use_engine(module: str) -> None:
     """Start engine processes by `python -m MODULE` from now on."""
     plain = ProcessClient.__init__
 
-    def with_module(client: ProcessClient, *args: Any, **options: Any) -> None:
-        plain(client, *args, **options, module=module)
+    def with_module(client: ProcessClient, config: Any, step_timeout_s: float, _: str = "", *rest: Any) -> None:
+        plain(client, config, step_timeout_s, module, *rest)
 
     ProcessClient.__init__ = with_module  # type: ignore[method-assign]
 

@@ -37,7 +37,7 @@ from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.clients.calls import Calls, Services
 from pagoda.engine.clients.journal import error_outputs
-from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.replicas import EngineOwner
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -65,11 +65,11 @@ def write_frames(writer: asyncio.StreamWriter, message: bytes | memoryview, *arr
 
 
 class ClientServer:
-    """Serves a ProcessClient to clients in other processes."""
+    """Serves the engines of this process to clients in other processes."""
 
     def __init__(
         self,
-        engine: ProcessClient,
+        engine: EngineOwner,
         sizes: Awaitable[wire.EngineSizes],
         services: Services | None = None,
         on_left: Callable[[int], object] = lambda _: None,
@@ -190,7 +190,7 @@ class ClientServer:
         return wire.EngineReport(engine.is_up, engine.is_stuck, engine.num_deaths, engine.stats(), step_tokens)
 
 
-def _services_of(engine: ProcessClient, index: int) -> Services:
+def _services_of(engine: EngineOwner, index: int) -> Services:
     """Return the calls of an EngineCoreClient that carry no request, for the client `index`."""
     return {
         "abort": partial(engine.abort, client_index=index),
@@ -207,7 +207,7 @@ class _Connection:
 
     def __init__(
         self,
-        engine: ProcessClient,
+        engine: EngineOwner,
         index: int,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,

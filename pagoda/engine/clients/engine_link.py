@@ -13,7 +13,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_fit import pipeline_depth
 from pagoda.engine import wire
 from pagoda.engine.flight_recorder import FlightRecorder
-from pagoda.process.child_process import RendezvousDir, children_of, cpu_s_of, end_child, start_child
+from pagoda.process.child_process import RendezvousDir, children_of, cpu_s_of, end_child, is_stopped, start_child
 from pagoda.process.watchdog import SLOW_STEPS, Watchdog
 
 logger = logging.getLogger("pagoda.engine")
@@ -38,8 +38,8 @@ def open_recorder(place: RendezvousDir, config: EngineConfig, create: bool = Fal
 class EngineProcess:
     """One engine process, its socket and its flight recorder."""
 
-    def __init__(self, config: EngineConfig, module: str, context: zmq.asyncio.Context) -> None:
-        """Raises OSError if no process can be started, for lack of memory, say."""
+    def __init__(self, config: EngineConfig, module: str, context: zmq.asyncio.Context, number: int = 0) -> None:
+        """number: of the engine, from 0. Raises OSError if no process can be started, for lack of memory, say."""
         self.place = RendezvousDir()
         self.recorder = open_recorder(self.place, config, create=True)
         self.socket = context.socket(zmq.PAIR)
@@ -48,7 +48,7 @@ class EngineProcess:
         try:
             self.socket.bind(self.place.address(SOCKET))
             self.process = start_child(
-                module, [self.place.folder], msgspec.msgpack.encode(config.without_keys(), enc_hook=str)
+                module, [self.place.folder, str(number)], msgspec.msgpack.encode(config.without_keys(), enc_hook=str)
             )
         except OSError:
             self._release()
@@ -69,6 +69,11 @@ class EngineProcess:
             return time.monotonic()
         return sum(map(cpu_s_of, (self.process.pid, *self._ranks)))
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, or one that it has started: it is not at fault if it hangs."""
+        return any(map(is_stopped, (self.process.pid, *self._ranks)))
+
     def close(self, grace_s: float = 0.0) -> int | None:
         """End the process, killing it after `grace_s`; free its socket and recorder; return its exit code."""
         code = end_child(self.process, grace_s)
@@ -85,13 +90,14 @@ class EngineLink:
     """The connection to one engine process.
 
     It ends when the process does, and when the process hangs: it has work, and for `step_timeout_s` makes no progress
-    (see Watchdog; 0: it never counts as hung). `was_hung` then tells which.
+    (see Watchdog; 0: it never counts as hung). `was_hung` then tells which, and `was_stopped` whether a signal from
+    outside had stopped it.
     had_output: whether it has sent any output of a request.
     """
 
     def __init__(self, process: EngineProcess, codec: wire.Codec, step_timeout_s: float) -> None:
         self.process = process
-        self.was_hung = self.had_output = False
+        self.was_hung = self.was_stopped = self.had_output = False
         self._codec = codec
         self._step_timeout_s = step_timeout_s or math.inf
         self._ready_at_s: float | None = None
@@ -177,6 +183,7 @@ class EngineLink:
             mark, has_work = (flight.steps_begun, flight.steps_ended), self._ready_at_s is not None and not self.is_idle
             if self._watchdog.is_hung(mark, has_work, self.process.cpu_s(), self._step_timeout_s, time.monotonic()):
                 logger.error("no progress for %.1f s: treating the engine as hung", self.stuck_for_s())
+                self.was_stopped = self.process.is_stopped
                 return True
             await asyncio.sleep(WATCH_INTERVAL_S)
         return False

@@ -34,6 +34,7 @@ class JournalEntry:
         (the first shows that prefill works, the second that decode does); a beam search, as many steps.
     entered_process: number of the last engine process it was sent to, 0 if none.   num_since_entry: tokens from it.
     num_prompt_rows: prompt log-probabilities sent so far.   num_rows_to_skip: those that a new engine sends again.
+    num_owed: tokens that its engine computes before it emits the next one; 0 once that has emitted one.
     """
 
     request: Request
@@ -45,13 +46,18 @@ class JournalEntry:
     num_prompt_rows: int = 0
     num_rows_to_skip: int = 0
     num_deaths: int = 0
+    num_owed: int = 0
 
 
 class Journal:
-    """Unfinished requests of all clients, in order of arrival. Owned by what starts the engine process."""
+    """Unfinished requests of all clients, in order of arrival. Owned by what starts the engine process.
+
+    num_seqs: their unfinished sequences.   num_owed: tokens to compute before each of them emits its next one.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[RequestKey, JournalEntry] = {}
+        self.num_seqs = self.num_owed = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,15 +70,35 @@ class Journal:
 
     def open(self, request: Request) -> JournalEntry:
         """Add a request. Its key must not be in use; its id is only a label."""
-        assert request.key not in self._entries, f"client and handle {request.key} are in use"
         prior = request.prior_output or ((),) * request.num_seqs
         entry = JournalEntry(request, [list(tokens) for tokens in prior], set(range(request.num_seqs)))
-        self._entries[request.key] = entry
+        self.add(entry)
         return entry
+
+    def add(self, entry: JournalEntry) -> None:
+        """Add an entry, which may be that of another journal so far."""
+        key = entry.request.key
+        assert key not in self._entries, f"client and handle {key} are in use"
+        self._entries[key] = entry
+        self.num_seqs += len(entry.live)
+        self.num_owed += entry.num_owed
+        self.owe(entry)
+
+    def owe(self, entry: JournalEntry) -> None:
+        """Record that an engine begins with a request anew."""
+        self._set_owed(entry, len(entry.request.prompt_token_ids) + sum(map(len, entry.tokens)))
+
+    def _set_owed(self, entry: JournalEntry, num_owed: int) -> None:
+        self.num_owed += num_owed - entry.num_owed
+        entry.num_owed = num_owed
 
     def close(self, key: RequestKey) -> JournalEntry | None:
         """Remove and return a request's entry; None for an unknown one."""
-        return self._entries.pop(key, None)
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.num_seqs -= len(entry.live)
+            self.num_owed -= entry.num_owed
+        return entry
 
     def get(self, key: RequestKey) -> JournalEntry | None:
         return self._entries.get(key)
@@ -84,10 +110,11 @@ class Journal:
     def end_sequence(self, key: RequestKey, sequence: int) -> None:
         """Record that a sequence has finished. Remove the request after its last one."""
         entry = self._entries.get(key)
-        if entry is not None:
-            entry.live.discard(sequence)
+        if entry is not None and sequence in entry.live:
+            entry.live.remove(sequence)
+            self.num_seqs -= 1
             if not entry.live:
-                del self._entries[key]
+                self.close(key)
 
     def record(self, client_index: int, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         """Record one step's outputs for a client, and return what of them is new to it.
@@ -103,6 +130,8 @@ class Journal:
             if entry is not None:
                 entry.tokens[sequence].extend(flat[at : at + count])
                 entry.num_since_entry += count
+                if entry.num_owed:
+                    self._set_owed(entry, 0)
                 if entry.num_since_entry >= PROBATION_TOKENS * len(entry.live):
                     entry.is_suspect = False
             at += count
@@ -191,6 +220,7 @@ class Suspects:
         """Record that a request is sent to the engine process."""
         entry.entered_process = self._process_number
         entry.num_since_entry = 0
+        self._journal.owe(entry)
         self._num_sent += 1
 
     def note_computed(self, num_tokens: int) -> None:

@@ -10,7 +10,6 @@ a request the wait.
 """
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import Counter
@@ -21,11 +20,12 @@ from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.core.events import Events
-from pagoda.core.request import LoraRef, Request, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.clients.client_outputs import ClientOutputs, Replies
 from pagoda.engine.clients.journal import Journal, JournalEntry, Suspects, error_outputs
+from pagoda.engine.clients.router import ReplicaLoad
 from pagoda.engine.clients.supervisor import Supervisor
 from pagoda.engine.flight_recorder import FlightRecord
 
@@ -39,6 +39,8 @@ _Reply = wire.ResetReply | wire.AdapterReply | wire.LookReply | None
 Sink = Callable[[EngineCoreOutputs | WorkerDied], object]
 """Takes what a client gets of the steps, or the error that ended the engine for good."""
 
+ENGINE_MODULE = "pagoda.assembly.engine_process"
+
 
 class ProcessClient(ClientOutputs):
     """An EngineCoreClient over a child process (ZeroMQ, msgpack), and the way to it for clients in other processes.
@@ -46,26 +48,31 @@ class ProcessClient(ClientOutputs):
     The methods of EngineCoreClient are those of client 0. Others `connect`, and give their index with each call.
     index: of this client.
     step_timeout_s: an engine that has work and makes no progress for so long counts as dead; see EngineLink.
-    module: what the child process runs.
+    module: what the child process runs.   number: of this engine among replicas, which share their `sinks`, by client.
     """
 
     index = 0
 
     def __init__(
-        self, config: EngineConfig, step_timeout_s: float = 120.0, module: str = "pagoda.assembly.engine_process"
+        self,
+        config: EngineConfig,
+        step_timeout_s: float = 120.0,
+        module: str = ENGINE_MODULE,
+        number: int = 0,
+        sinks: dict[int, Sink] | None = None,
     ) -> None:
         super().__init__()
-        self._supervisor = Supervisor(config, module, step_timeout_s, self)
+        self._supervisor = Supervisor(config, module, step_timeout_s, self, number)
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
-        self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait}  # by client
+        self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait} if sinks is None else sinks
         self._suspects = Suspects(self._journal)
         self._replies = Replies[_Reply]()
         self._loaded: dict[str, LoraRef] = {}  # adapters, by digest
         self._num_kept = config.model.lora.num_kept
         self._num_unloads: Counter[str] = Counter()
         self._takes_loads = asyncio.Event()
-        self._stats = wire.EngineStats()
+        self._stats = self._of_ended = wire.EngineStats()
         self._busy_since_s = 0.0
         self.is_stopped = False
         """No engine is wanted now: adapters are loaded into the next one."""
@@ -73,6 +80,10 @@ class ProcessClient(ClientOutputs):
         """Called with the number of tokens of each step."""
         self.on_events: Callable[[Events], object] | None = None
         """Called with the events of the requests of all clients, those of one after those of the other."""
+        self.on_change: Callable[[], object] = lambda: None
+        """Called when this begins or ceases to take requests."""
+        self.on_gone: Callable[[WorkerDied], object] = self._end_clients
+        """Called when no engine can be started any more, with the reason."""
 
     # ---- what AsyncEngine calls
 
@@ -101,7 +112,7 @@ class ProcessClient(ClientOutputs):
         if not len(self._journal):
             self._busy_since_s = time.monotonic()
         entry = self._journal.open(request)
-        if self.is_up and not self._suspects.is_probing:
+        if self.takes_requests:
             self._enter(entry)
 
     def abort(self, handles: Sequence[int], client_index: int = 0) -> None:
@@ -133,7 +144,7 @@ class ProcessClient(ClientOutputs):
         Raises RequestError if it cannot be used, WorkerDied if two engines die meanwhile or none can be started.
         """
         if self.is_stopped:
-            self._loaded[lora.digest] = lora
+            self.load_adapter_later(lora)
             return
         num_unloads = self._num_unloads[lora.digest]
         for _ in range(_MAX_LOADS):
@@ -153,12 +164,21 @@ class ProcessClient(ClientOutputs):
                 return
         raise WorkerDied(f"engines died while they loaded the adapter {lora.name!r}")
 
+    def load_adapter_later(self, lora: LoraRef) -> None:
+        """Load an adapter into the next engine."""
+        self._loaded[lora.digest] = lora
+
+    def uses(self, lora: LoraRef) -> bool:
+        """Return whether a request uses an adapter."""
+        used = (entry.request.lora for entry in self._journal)
+        return any(one is not None and one.digest == lora.digest for one in used)
+
     def unload_adapter(self, lora: LoraRef) -> None:
         """Unload an adapter, also after loads of it that have no reply yet.
 
         Not while requests use it: those are of other clients, of which the last one unloads it.
         """
-        if any(entry.request.lora is not None and entry.request.lora.digest == lora.digest for entry in self._journal):
+        if self.uses(lora):
             return
         self._loaded.pop(lora.digest, None)
         self._num_unloads[lora.digest] += 1
@@ -175,11 +195,14 @@ class ProcessClient(ClientOutputs):
         return reply
 
     def stats(self) -> wire.EngineStats:
-        """Return what the engine has said last; requests that it does not know yet, during a step, wait."""
-        stats = self._stats
-        num_new = max(0, len(self._journal) - stats.num_running - stats.num_waiting - stats.num_swapped)
-        at_s = max(stats.at_s, self._busy_since_s)
-        return dataclasses.replace(stats, num_waiting=stats.num_waiting + num_new, at_s=at_s)
+        """Return what the engine has said last, with the counts of those before it.
+
+        Requests that it does not know yet, during a step, wait.
+        """
+        stats = wire.EngineStats.sum_of((self._stats, self._of_ended))
+        stats.num_waiting += max(0, len(self._journal) - stats.num_requests)
+        stats.at_s = max(stats.at_s, self._busy_since_s)
+        return stats
 
     async def shutdown(self) -> None:
         """End the engine process; running requests are dropped. Idempotent."""
@@ -195,12 +218,54 @@ class ProcessClient(ClientOutputs):
     def disconnect(self, client_index: int) -> None:
         """Abort all requests of a client, which has gone."""
         del self._sinks[client_index]
+        self.abort_all(client_index)
+
+    def abort_all(self, client_index: int) -> None:
+        """Abort all requests of a client."""
         self.abort([handle for _, handle in self._journal.of_client(client_index)], client_index)
 
     def _put(self, client_index: int, item: EngineCoreOutputs | WorkerDied) -> None:
         """Pass something to a client, unless it has gone."""
         if (sink := self._sinks.get(client_index)) is not None:
             sink(item)
+
+    # ---- next to other replicas
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether an engine gets a request that is added now, at once."""
+        return self.is_up and not self._suspects.is_probing
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """Return what this engine has to do."""
+        return ReplicaLoad(self.takes_requests, self._journal.num_seqs, self._journal.num_owed)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        """Return whether this has an unfinished request."""
+        return key in self._journal
+
+    def release(self) -> list[JournalEntry]:
+        """Remove and return the requests that wait here, and that another engine can run.
+
+        Not those that may have killed an engine: the next one finds out, and no other engine ends with it. If there
+        will be none, they have to go, too.
+        """
+        if self.died is not None:
+            found = list(self._journal)
+        else:
+            number = self._supervisor.process_number
+            found = [one for one in self._journal if one.entered_process != number and not one.is_suspect]
+        for entry in found:
+            self._journal.close(entry.request.key)
+            entry.is_suspect, entry.entered_process = False, 0
+        return found
+
+    def adopt(self, entry: JournalEntry) -> None:
+        """Continue with a request that another engine had. It must not have it any more."""
+        self._journal.add(entry)
+        if self.takes_requests:
+            self._enter(entry)
 
     # ---- state for operators
 
@@ -240,6 +305,7 @@ class ProcessClient(ClientOutputs):
         for entry in self._suspects.begin(self._supervisor.process_number):
             self._enter(entry)
         self._send_next()
+        self.on_change()
 
     def on_message(self, message: wire.FromEngine) -> None:
         match message:
@@ -269,16 +335,16 @@ class ProcessClient(ClientOutputs):
 
     def on_lost(self) -> None:
         loras = [entry.request.lora for entry in self._journal]
-        self._stats = dataclasses.replace(
-            self._stats,
-            num_running=0,
-            num_waiting=0,
-            num_deferred=0,
-            num_swapped=0,
-            num_free_blocks=self._stats.num_blocks,
-            num_free_states=self._stats.num_states,
-            running_adapters=(),
+        last = self._stats
+        self._of_ended = wire.EngineStats.sum_of((self._of_ended, last.counters()))
+        self._stats = wire.EngineStats(
+            num_blocks=last.num_blocks,
+            num_free_blocks=last.num_blocks,
+            num_states=last.num_states,
+            num_free_states=last.num_states,
+            num_free_host_blocks=last.num_free_host_blocks,
             waiting_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
+            at_s=last.at_s,
         )
         self._takes_loads.clear()
         self._replies.end(None)
@@ -288,11 +354,17 @@ class ProcessClient(ClientOutputs):
         for entry in rejected:
             message = "this request crashed the engine process repeatedly"
             self._put(entry.request.client_index, error_outputs(entry.request, message, live=entry.live))
+        for entry in self._journal:  # from now on, another engine may have them
+            entry.entered_process = 0
+        self.on_change()
         return bool(rejected)
 
     def on_give_up(self, error: WorkerDied) -> None:
         self._replies.end(None)
         self._takes_loads.set()  # so that calls that wait for it see that the engine has died
+        self.on_gone(error)
+
+    def _end_clients(self, error: WorkerDied) -> None:
         for client_index in self._sinks:
             self._put(client_index, error)
 
@@ -300,11 +372,10 @@ class ProcessClient(ClientOutputs):
 
     def _enter(self, entry: JournalEntry) -> None:
         """Send a request to the engine. If that fails, finish only this request, with an error."""
-        is_new = entry.entered_process == 0
         self._suspects.sent(entry)
+        request = entry.request
         try:
-            request = entry.request if is_new else self._journal.replay(entry)
-            frames = self._codec.encode_request(request)
+            frames = self._codec.encode_request(self._journal.replay(entry))
             if self._supervisor.link is not None:
                 self._supervisor.link.send_bytes(*frames)
         except (UnicodeEncodeError, OverflowError) as error:
@@ -340,9 +411,12 @@ class ProcessClient(ClientOutputs):
 
     def _send_next(self) -> None:
         """Send the next suspect to the engine if the last one has been cleared or has ended, and what waited for it."""
+        was_probing = self._suspects.is_probing
         while self.is_up and (entries := self._suspects.next()):
             for entry in entries:
                 self._enter(entry)
+        if was_probing and not self._suspects.is_probing:
+            self.on_change()
         # A load that kills an engine must not look like a suspect.
         if self.is_up and not self._suspects.is_probing and not self._takes_loads.is_set():
             self._takes_loads.set()

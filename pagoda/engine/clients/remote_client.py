@@ -14,7 +14,7 @@ from pagoda.engine.clients.calls import Calls
 from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.client_server import read_frame, write_frames
 from pagoda.engine.clients.journal import error_outputs
-from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.replicas import EngineOwner
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -175,5 +175,5 @@ class RemoteClient(ClientOutputs):
         write_frames(self._writer, self._codec.encode(message))
 
 
-EngineClient = ProcessClient | RemoteClient
+EngineClient = EngineOwner | RemoteClient
 """What a server is built on."""

@@ -77,9 +77,12 @@ class Supervisor:
     link: to an engine that is ready, or None.   process_number: of the current engine process, from 1.
     """
 
-    def __init__(self, config: EngineConfig, module: str, step_timeout_s: float, user: Supervised) -> None:
-        """module: what the child process runs.   step_timeout_s: see EngineLink."""
+    def __init__(
+        self, config: EngineConfig, module: str, step_timeout_s: float, user: Supervised, number: int = 0
+    ) -> None:
+        """module: what the child process runs.   step_timeout_s: see EngineLink.   number: of the engine."""
         self._config = config
+        self._number = number
         self._module = module
         self._step_timeout_s = step_timeout_s
         self._user = user
@@ -162,7 +165,8 @@ class Supervisor:
             if ready_s is not None:
                 # Linux kills a process with SIGKILL, too, when memory runs out: then a request may be the cause.
                 ran_out_of_memory = num_oom_kills() > num_oom_kills_before
-                is_outside = code == -signal.SIGKILL and not link.was_hung and not ran_out_of_memory
+                was_killed = code == -signal.SIGKILL and not link.was_hung and not ran_out_of_memory
+                is_outside = was_killed or link.was_stopped
                 has_explanation = self._user.on_death(flight, killed_from_outside=is_outside)
                 is_fruitless = is_fruitless and not has_explanation
             pause_s = restarts.pause_s(is_fruitless, self._has_been_ready)
@@ -180,7 +184,7 @@ class Supervisor:
         """Start a process; try again if the system refuses, as it does when memory or processes run short."""
         for num_failed in itertools.count(1):
             try:
-                return EngineProcess(self._config, self._module, self._context)
+                return EngineProcess(self._config, self._module, self._context, self._number)
             except OSError as error:
                 if num_failed == MAX_FAILED_SPAWNS:
                     raise WorkerDied(f"no engine process could be started, {num_failed} times: {error}") from error

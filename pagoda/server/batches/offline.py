@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
-from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.replicas import own_engines
 from pagoda.server.app import create_app
 from pagoda.server.batches.lines import Journal, read_lines
 from pagoda.server.batches.run import LIMITS, MAX_LINE_BYTES, AppCaller, answer_lines, unanswered
@@ -48,8 +48,7 @@ async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_lin
     Raises ConfigError or CapacityError for invalid settings, WorkerDied if the engine cannot be started (again).
     """
     config = replace(config, server=replace(config.server, server_limits=LIMITS))
-    client = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
-    loader = ModelLoader([ModelEngine(config, client)])
+    loader = ModelLoader([ModelEngine(config, own_engines(config))])
     loader.start_first()
     try:
         state = await build_state(loader)
@@ -61,7 +60,7 @@ async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_lin
 
         caller = AppCaller(create_app(state, config.server), raise_if_dead)
         lines = unanswered(path, journal)
-        max_in_flight = 2 * config.scheduler.max_num_seqs  # those that run, and the next ones
+        max_in_flight = 2 * state.model.max_num_seqs  # those that run, and the next ones
         try:
             await answer_lines(caller, lines, journal, lambda _, running: len(running) < max_in_flight, on_line)
         finally:

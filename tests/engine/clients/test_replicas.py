@@ -1,0 +1,358 @@
+"""Replicas: kills and hangs of some change no token and lose no request; all are asked for what concerns all."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.outputs import RequestOutput
+from pagoda.base.pooling import PoolingParams
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import LoraRef, Request
+from pagoda.engine import wire
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.replicas import Replicas
+from pagoda.engine.outputs.output_processor import OutputKind
+from tests.engine.clients.engine_in_process import run_engine
+from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
+from tests.engine.steps import Steps
+from tests.generate import generate, prepare
+
+OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
+POISONED = "tests.engine.poisoned_engine"
+
+Tokens = dict[int, list[int]]
+
+
+async def outputs_of(llm: AsyncEngine, number: int, name: str = "", max_tokens: int = 60) -> list[RequestOutput]:
+    """The outputs of a request of one or three sequences."""
+    n = 1 + number % 2 * 2
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=number, ignore_eos=True)
+    prompt = [10 + (number * 7 + i) % 90 for i in range(20)]
+    return [one async for one in generate(llm, prompt, params, name or f"r{number}", kind=OutputKind.DELTA)]
+
+
+async def collect(llm: AsyncEngine, number: int, name: str = "") -> Tokens:
+    outputs = await outputs_of(llm, number, name)
+    assert outputs[-1].finished
+    assert outputs[-1].error is None
+    found: Tokens = {}
+    for output in outputs:
+        for part in output.outputs:
+            found.setdefault(part.index, []).extend(part.token_ids)
+    return found
+
+
+async def embed(llm: AsyncEngine) -> list[float]:
+    request = await prepare(llm, list(range(10, 110)), PoolingParams(), "embedding")
+    outputs = [one async for one in llm.stream(request, OutputKind.FINAL_ONLY)]
+    assert outputs[-1].error is None
+    return outputs[-1].pooled.tolist()  # type: ignore[union-attr]
+
+
+async def collect_all(llm: AsyncEngine) -> list[object]:
+    requests = (*(collect(llm, number) for number in range(8)), embed(llm))
+    return list(await asyncio.gather(*requests))
+
+
+def make(**options: object) -> tuple[EngineConfig, Replicas]:
+    config = EngineConfig.from_options(**{**OPTIONS, "data_parallel_size": 2, **options})
+    return config, Replicas(config, STEP_TIMEOUT_S, POISONED)
+
+
+def run(work: Callable[[AsyncEngine, Replicas], Awaitable[None]], **options: object) -> None:
+    config, replicas = make(**options)
+    run_engine(work, replicas, config)  # type: ignore[arg-type]
+
+
+async def until(is_true: Callable[[], object]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.002)
+
+
+def all_run(replicas: Replicas) -> bool:
+    return all(one.stats().num_running for one in replicas.each)
+
+
+def all_are_ready(replicas: Replicas) -> bool:
+    return all(one.takes_requests for one in replicas.each)
+
+
+def kill(replicas: Replicas, number: int, how: signal.Signals = signal.SIGKILL) -> None:
+    pid = replicas.each[number].engine_pid
+    assert pid is not None
+    os.kill(pid, how)
+
+
+def deaths(replicas: Replicas) -> list[int]:
+    return [one.num_deaths for one in replicas.each]
+
+
+def test_requests_of_a_killed_replica_continue_on_the_other_and_it_comes_back(steps: Steps) -> None:
+    """At once: the next engine of the replica may compute no step."""
+
+    async def work(llm: AsyncEngine, replicas: Replicas) -> None:
+        running = asyncio.create_task(collect_all(llm))
+        await until(lambda: all_run(replicas))
+        kill(replicas, 0)
+        await until(lambda: replicas.num_moved)
+        steps.release()
+        disturbed = await running
+        assert deaths(replicas) == [1, 0]
+        await until(lambda: all_are_ready(replicas))
+        assert await collect_all(llm) == disturbed
+        assert deaths(replicas) == [1, 0]
+        # of two runs of 16 sequences; what was computed before the death counts, too
+        assert replicas.stats().num_requests == 0
+        assert replicas.stats().generation_tokens >= 2 * 16 * 60
+        steps.hold_next_engine_after(0)
+        again = asyncio.create_task(collect_all(llm))
+        await until(lambda: all(one.load.num_owed for one in replicas.each))  # both have got some
+        kill(replicas, 0)
+        kill(replicas, 1)
+        steps.release()
+        assert await again == disturbed
+        assert deaths(replicas) == [2, 1]
+
+    steps.hold_next_engine_after(10)
+    run(work)
+
+
+def test_a_replica_that_a_signal_has_stopped_hangs_and_its_requests_continue_on_the_other(
+    steps: Steps, clock: HurriedClock
+) -> None:
+    async def work(llm: AsyncEngine, replicas: Replicas) -> None:
+        running = asyncio.create_task(collect_all(llm))
+        await until(lambda: all_run(replicas))
+        stopped = replicas.each[1].engine_pid
+        kill(replicas, 1, signal.SIGSTOP)
+        steps.release()
+        await until(lambda: not replicas.each[0].stats().num_requests)  # its own have ended
+        clock.hurries = lambda: replicas.each[1].engine_pid == stopped
+        disturbed = await running
+        assert deaths(replicas) == [0, 1]
+        assert replicas.num_moved
+        assert await collect_all(llm) == disturbed
+
+    steps.hold_next_engine_after(10)
+    run(work)
+
+
+def test_a_request_that_kills_engines_ends_one_replica_only() -> None:
+    async def work(llm: AsyncEngine, replicas: Replicas) -> None:
+        undisturbed = await collect_all(llm)
+        poison = asyncio.create_task(outputs_of(llm, 0, "poison"))
+        disturbed = await collect_all(llm)
+        last = (await poison)[-1]
+        assert last.error == "this request crashed the engine process repeatedly"
+        assert disturbed == undisturbed
+        assert min(deaths(replicas)) == 0
+        assert max(deaths(replicas)) >= 2
+
+    run(work)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
+def test_random_kills_of_replicas_change_no_token(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def work(llm: AsyncEngine, replicas: Replicas) -> None:
+        undisturbed = [await collect(llm, number) for number in range(6)]
+        killed = set[int | None]()
+
+        async def kill_some() -> None:
+            while len(killed) < 3:
+                await asyncio.sleep(rng.random() * 0.1)
+                up = [number for number, one in enumerate(replicas.each) if one.engine_pid not in killed | {None}]
+                for number in rng.sample(up, min(len(up), rng.choice((1, 1, 2)))):
+                    killed.add(replicas.each[number].engine_pid)
+                    kill(replicas, number)
+
+        kills = asyncio.create_task(kill_some())
+        runs = 0
+        while not kills.done() or runs == 0:
+            names = [f"{runs}-{number}" for number in range(6)]
+            found = await asyncio.gather(*(collect(llm, number, name) for number, name in enumerate(names)))
+            assert list(found) == undisturbed
+            runs += 1
+        await kills
+        await until(lambda: sum(deaths(replicas)) == len(killed))
+
+    run(work, data_parallel_size=2 + seed % 2)
+
+
+# ---- without processes
+
+
+LORA = LoraRef("one", "/one", "digest")
+
+
+def request(handle: int, lora: LoraRef | None = None) -> Request:
+    return Request("a", np.arange(20, dtype=np.int32), SamplingParams(), handle=handle, lora=lora)
+
+
+class Linked:
+    """Replicas whose engines are lists of the messages that they get."""
+
+    def __init__(self, count: int = 2) -> None:
+        _, self.replicas = make(data_parallel_size=count)
+        self.sent: list[list[wire.ToEngine]] = []
+        for number in range(count):
+            self.sent.append([])
+            self.begin(number)
+
+    def begin(self, number: int) -> None:
+        one, codec = self.replicas.each[number], wire.Codec(wire.ToEngine)
+
+        def add(data: bytes, *_: bytes) -> None:
+            self.sent[number].append(codec.decode(data))
+
+        link = type(
+            "Link", (), {"is_up": True, "is_stuck": False, "send": lambda _, message: add(codec.encode(message))}
+        )
+        link.send_bytes = lambda _, data, *rest: add(data)  # type: ignore[attr-defined]
+        one._supervisor.link = link()  # type: ignore[assignment]
+        one._supervisor.process_number += 1
+        one.on_ready()
+
+    def lose(self, number: int) -> None:
+        self.replicas.each[number]._supervisor.link = None
+        self.replicas.each[number].on_lost()
+
+    def give_up(self, number: int) -> None:
+        error = self.replicas.each[number]._supervisor.died = WorkerDied("no engine any more")
+        self.replicas.each[number].on_give_up(error)
+
+    def handles(self, number: int) -> list[int]:
+        return [one.key[1] for one in self.sent[number] if isinstance(one, wire.AddRequest)]
+
+    def reply(self, number: int, error: str | None = None) -> None:
+        """Reply to the last load of an adapter."""
+        load = next(one for one in reversed(self.sent[number]) if isinstance(one, wire.LoadAdapter))
+        self.replicas.each[number].on_message(wire.AdapterReply(load.call_id, error))
+
+
+async def some_turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_requests_take_turns_wait_while_no_replica_is_up_and_go_to_the_first_one_that_is() -> None:
+    async def main() -> None:
+        engines = Linked()
+        for handle in range(1, 5):
+            engines.replicas.add_request(request(handle))
+        assert [sorted(engines.handles(number)) for number in (0, 1)] == [[1, 3], [2, 4]]
+        engines.lose(0)
+        engines.replicas.add_request(request(5))
+        assert engines.handles(1) == [2, 4, 5]
+        engines.lose(1)
+        assert not engines.replicas.is_up
+        engines.replicas.add_request(request(6))
+        engines.replicas.abort([1, 2])
+        for number in (0, 1):
+            engines.sent[number].clear()
+        for one in engines.replicas.each:
+            one._suspects.assign_blame = lambda *_, **__: []  # type: ignore[method-assign]
+            one.on_death(None, killed_from_outside=True)  # type: ignore[arg-type]
+        engines.begin(1)
+        assert sorted(engines.handles(1)) == [3, 4, 5, 6]
+        engines.begin(0)
+        assert engines.handles(0) == []
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_has_given_up_leaves_its_requests_to_the_others_until_none_is_left() -> None:
+    async def main() -> None:
+        engines = Linked()
+        replicas = engines.replicas
+        for handle in (1, 2):
+            replicas.add_request(request(handle))
+        next(iter(replicas.each[0]._journal)).is_suspect = True
+        engines.lose(0)
+        engines.give_up(0)
+        assert engines.handles(1) == [2, 1]
+        assert (replicas.died, replicas.is_up) == (None, True)
+        assert replicas._outputs.empty()
+        replicas.add_request(request(3))
+        assert engines.handles(1) == [2, 1, 3]
+        engines.lose(1)
+        engines.give_up(1)
+        with pytest.raises(WorkerDied, match="no engine any more"):
+            await replicas.next_outputs()
+        replicas.add_request(request(4))
+        with pytest.raises(WorkerDied, match="no engine any more"):
+            await replicas.next_outputs()
+        with pytest.raises(WorkerDied):
+            await replicas.reset_prefix_cache()
+        with pytest.raises(WorkerDied):
+            await replicas.load_adapter(LORA)
+
+    asyncio.run(main())
+
+
+def test_adapters_are_loaded_into_all_and_later_into_one_that_is_down() -> None:
+    async def main() -> None:
+        engines = Linked(3)
+        engines.lose(2)
+        loading = asyncio.create_task(engines.replicas.load_adapter(LORA))
+        await some_turns()
+        engines.reply(0)
+        await some_turns()
+        assert not loading.done()
+        engines.reply(1)
+        await loading
+        engines.begin(2)
+        assert engines.sent[2][-1].lora == LORA  # type: ignore[union-attr]
+        engines.replicas.add_request(request(1, LORA))
+        engines.replicas.unload_adapter(LORA)
+        assert not any(isinstance(one, wire.UnloadAdapter) for sent in engines.sent for one in sent)
+        engines.replicas.abort([1])
+        engines.replicas.unload_adapter(LORA)
+        assert [sent[-1] for sent in engines.sent] == [wire.UnloadAdapter(LORA)] * 3
+
+    asyncio.run(main())
+
+
+def test_an_adapter_that_one_refuses_is_unloaded_from_all() -> None:
+    async def main() -> None:
+        engines = Linked()
+        loading = asyncio.create_task(engines.replicas.load_adapter(LORA))
+        await some_turns()
+        engines.reply(0)
+        engines.reply(1, "its rank is too large")
+        with pytest.raises(RequestError, match="its rank is too large"):
+            await loading
+        assert [sent[-1] for sent in engines.sent] == [wire.UnloadAdapter(LORA)] * 2
+
+    asyncio.run(main())
+
+
+def test_statistics_are_added_up_and_counters_do_not_fall_when_a_replica_starts_again() -> None:
+    async def main() -> None:
+        engines = Linked()
+        replicas = engines.replicas
+        steps = list[int]()
+        replicas.on_step = steps.append
+        for one, (tokens, at_s) in zip(replicas.each, ((100, 7.0), (50, 5.0)), strict=True):
+            stats = wire.EngineStats(num_running=1, prompt_tokens=tokens, num_blocks=10, num_free_blocks=4, at_s=at_s)
+            stats.accepted_tokens_per_pos = [1] * (tokens // 50)
+            one.on_message(wire.StepReport((tokens,), stats))
+        found = replicas.stats()
+        assert (found.num_running, found.prompt_tokens, found.kv_usage, found.at_s) == (2, 150, 0.6, 5.0)
+        assert found.accepted_tokens_per_pos == [2, 1]
+        engines.lose(0)
+        assert (replicas.stats().num_running, replicas.stats().prompt_tokens) == (1, 150)
+        engines.begin(0)
+        replicas.each[0].on_message(wire.StepReport((3,), wire.EngineStats(prompt_tokens=3)))
+        assert replicas.stats().prompt_tokens == 153
+        assert steps == [100, 50, 3]
+
+    asyncio.run(main())

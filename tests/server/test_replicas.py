@@ -1,0 +1,130 @@
+"""--data-parallel-size: whichever process is killed, streams go on with the tokens that they would have had."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.engine.byte_llama import write_byte_llama
+from tests.engine.lora_adapters import write_adapter
+from tests.server.live import LiveServer, children, serving
+from tests.server.test_faults import stream
+from tests.server.test_ranks import MIXED, NUM_TOKENS, ranks_of
+
+Texts = list[tuple[int, list[str]]]
+
+
+def engines_of(server: LiveServer) -> list[int]:
+    """The engine processes of the replicas."""
+    return [pid for pid, command in children(server.process.pid).items() if b"stepped_engine" in command]
+
+
+def kill(server: LiveServer, *numbers: int) -> None:
+    engines = engines_of(server)
+    for number in numbers:
+        os.kill(engines[number], signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def served(folder: Path, *flags: str) -> Iterator[LiveServer]:
+    model = write_byte_llama(folder / "model")
+    write_adapter(folder / "adapted", model, 4, 1)
+    adapters = ("--enable-lora", "--lora-modules", f"adapted={folder / 'adapted'}")
+    sizes = ("--data-parallel-size", "2", "--max-model-len", "512", "--kv-cache-memory", "8MiB")
+    with serving(folder, "--model", str(model), *sizes, *adapters, *flags, stepped=True) as server:
+        yield server
+
+
+async def load(server: LiveServer, faults: Sequence[Callable[[LiveServer], None]] = ()) -> Texts:
+    """Stream completions; cause each fault while both engines are in the middle of them."""
+    num_restarts = server.load()["engine_restarts"]
+    server.steps.hold_after(10**9)  # until then, they are slow
+    async with aiohttp.ClientSession(server.url) as session:
+        begun = [asyncio.Event() for _ in MIXED]
+        tasks = [
+            asyncio.create_task(stream(session, i, NUM_TOKENS, began=begun[i], **body))  # type: ignore[arg-type]
+            for i, body in enumerate(MIXED)
+        ]
+        await asyncio.gather(*(one.wait() for one, body in zip(begun, MIXED, strict=True) if body.get("stream", True)))
+        for fault in faults:
+            server.steps.hold_next_engine_after(0)
+            assert not any(task.done() for task in tasks)
+            await asyncio.to_thread(fault, server)
+            server.steps.hold_after(10**9)
+            while server.load()["engine_restarts"] == num_restarts or len(engines_of(server)) < 2:
+                assert server.get("/health")[0] == 200 or len(faults) > 1
+                await asyncio.sleep(0.01)
+            num_restarts = server.load()["engine_restarts"]
+        server.steps.release()
+        return await asyncio.gather(*tasks)
+
+
+def test_a_replica_is_killed_under_load(tmp_path: Path) -> None:
+    """With grammars, beams and adapters. The server answers meanwhile."""
+    with served(tmp_path) as server:
+        undisturbed = asyncio.run(load(server))
+        assert all(status == 200 and all(texts) for status, texts in undisturbed), undisturbed
+        before = server.wait_idle()
+        assert asyncio.run(load(server, [lambda server: kill(server, 0)])) == undisturbed
+        after = server.wait_idle()
+        assert after["engine_restarts"] == 1
+        assert after["free_blocks"] == before["free_blocks"]
+        tokens = server.metric("generation_tokens_total")
+        assert tokens >= 2 * NUM_TOKENS * len(MIXED)
+        assert server.post("/reset_prefix_cache", {})[0] == 200
+        embedded = server.post("/v1/embeddings", {"input": ["one", "two", "three"]})[1]
+        assert len(embedded["data"]) == 3
+        assert [name for name in ("engine-1", "engine-2") if f" {name}[" in server.log.read_text()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2"), ("--tensor-parallel-size", "2")], ids=str)
+def test_replicas_are_killed_in_turn_and_together(flags: tuple[str, ...], tmp_path: Path) -> None:
+    with served(tmp_path, *flags) as server:
+        undisturbed = asyncio.run(load(server))
+        faults = [lambda server: kill(server, 0), lambda server: kill(server, 1), lambda server: kill(server, 0, 1)]
+        if "--tensor-parallel-size" in flags:
+            faults.append(lambda server: os.kill(ranks_of(server)[1], signal.SIGKILL))
+        assert asyncio.run(load(server, faults)) == undisturbed
+        assert server.wait_idle()["engine_restarts"] >= len(faults)
+
+
+@pytest.mark.slow
+def test_an_api_process_is_killed_in_front_of_replicas(tmp_path: Path) -> None:
+    """Its requests end in both engines, and nobody else's."""
+
+    def kill_api(server: LiveServer) -> None:
+        pid = next(pid for pid, command in children(server.process.pid).items() if b"api_process" in command)
+        os.kill(pid, signal.SIGKILL)
+
+    async def stream_alone(server: LiveServer, number: int) -> tuple[int, list[str]] | None:
+        try:
+            async with aiohttp.ClientSession(server.url) as session:  # a connection each, to either process
+                return await stream(session, number, NUM_TOKENS)
+        except aiohttp.ClientError:
+            return None
+
+    async def load_alone(server: LiveServer, fault: Callable[[LiveServer], None] | None) -> list[object]:
+        server.steps.hold_after(10**9)
+        tasks = [asyncio.create_task(stream_alone(server, number)) for number in range(12)]
+        while server.load()["running"] < len(tasks):
+            await asyncio.sleep(0.01)
+        if fault is not None:
+            await asyncio.to_thread(fault, server)
+            await asyncio.to_thread(kill, server, 1)
+        server.steps.release()
+        return list(await asyncio.gather(*tasks))
+
+    with served(tmp_path, "--api-server-count", "2") as server:
+        undisturbed = asyncio.run(load_alone(server, None))
+        disturbed = asyncio.run(load_alone(server, kill_api))
+        assert {one is None for one in disturbed} == {True, False}
+        assert all(one in (None, other) for one, other in zip(disturbed, undisturbed, strict=True))
+        server.wait_idle(60)
+        assert json.loads(server.get("/load")[1])["engine_restarts"] == 1
