@@ -98,11 +98,14 @@ class RecordingScheduler:
         for kept in (self._labels, self._rows, self._texts):
             kept.clear()
 
-    def _begin_next_file(self, *, requeue: bool = False) -> None:
-        """Begin the next file if that is due and the scheduler can start over, so that it can be replayed alone."""
+    def _begin_next_file(self, *, requeue: bool = False) -> bool:
+        """Begin the next file if that is due and the scheduler can start over, so that it can be replayed alone.
+
+        Return whether the scheduler did start over; the file may be full already, of the requests that go on.
+        """
         unfinished = self._inner.start_over(requeue=requeue) if self._files.is_due else None
         if unfinished is None or not self._files.begin_next():
-            return
+            return unfinished is not None
         self._forget_requests()
         self._events, self._ended = [], []
         self._num_before, self._num_requests = self._num_steps, 0
@@ -112,6 +115,7 @@ class RecordingScheduler:
             resumed = replace(state.spec, prior_output=() if state.awaiting_fork and not any(outputs) else outputs)
             self._write_request("resume", resumed, progress=msgspec.to_builtins(state.progress, str_keys=True))
         self._began_with_room, self._may_requeue = self._files.has_room, False
+        return True
 
     # The scheduler
 
@@ -190,10 +194,9 @@ class RecordingScheduler:
         return done
 
     def schedule(self) -> SchedulerOutput:
-        if self._may_requeue and not self._files.is_open and self._files.is_due:
-            self._begin_next_file(requeue=True)
-            if not self._files.is_open and self._files.is_due:
-                return _NOTHING  # until the results of the steps in flight are back
+        is_late = self._may_requeue and not self._files.is_open and self._files.is_due
+        if is_late and not self._begin_next_file(requeue=True):
+            return _NOTHING  # until the results of the steps in flight are back
         output = self._inner.schedule()
         self._num_steps = output.step
         answers, woken = self._preparations.take() if self._preparations is not None else ([], [])

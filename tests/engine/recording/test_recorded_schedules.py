@@ -15,6 +15,7 @@ from pagoda.core.request import Pin
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.engine.recording.format import read_recording
+from pagoda.engine.recording.recorder import RecordingScheduler
 from pagoda.engine.recording.replay import replay
 from tests.core.test_properties import CALM, QUICK, PhasedMachine, SchedulerMachine, setting_of
 from tests.core.traffic import Setting, Traffic, make_request
@@ -133,6 +134,15 @@ def test_a_file_that_begins_after_an_empty_step_counts_from_there(tmp_path: Path
     lines, _ = read_recording(tmp_path / "run.1")
     assert [fields["step"] for name, fields in lines[1]["events"] if name == "Queued"] == [0]
     assert replay(tmp_path / "run.1").difference is None
+
+
+def test_steps_go_on_when_a_file_is_full_of_the_requests_that_it_begins_with(tmp_path: Path) -> None:
+    traffic = Traffic(Setting(SchedulerOptions(), CacheConfig(block_size=4)))
+    record_traffic(traffic, tmp_path / "run", with_tokens=True, max_bytes=7000)
+    long = SamplingParams(max_tokens=1, stop_token_ids=tuple(range(100, 2000)))
+    traffic.add(make_request(0, [0, 1, 2, 3, 4], long))
+    assert RecordingScheduler.schedule(traffic.scheduler).total_num_scheduled_tokens == 5  # type: ignore[arg-type]
+    assert all(path.read_text().endswith('{"op":"full"}\n') for path in tmp_path.iterdir())
 
 
 def test_a_search_that_ends_before_its_late_result_is_replayed_with_what_it_cached(tmp_path: Path) -> None:
