@@ -175,13 +175,18 @@ def _block_bytes(setup: EngineSetup) -> BlockCounts:
 
 
 def _free_before_loading(setup: EngineSetup, sharing: int, weights: int) -> int:
-    """Return the bytes that the weights will leave to a rank. Raises CapacityError if a GPU is too small for them.
+    """Return the bytes that the weights will leave to a rank. Raises CapacityError if they do not fit.
 
     sharing: ranks that share the memory.   weights: their bytes.
     """
-    free = max(0, setup.device.free_bytes() - setup.device.margin_bytes) // sharing
-    if not setup.device.is_host:
-        _require_weights_fit(setup, free, weights)
+    free = room = max(0, setup.device.free_bytes() - setup.device.margin_bytes) // sharing
+    config = setup.config
+    if setup.device.is_host and (config.cache.kv_cache_memory is not None or config.debug.num_blocks is not None):
+        # With a size that was given, what other processes have now does not count. The machine's memory does: pages are
+        # taken when they are first written, so reading weights that are larger would end in a kill by the system.
+        limit = None if config.parallel.executor == "ray" else memory_limit()
+        room = free + weights + 1 if limit is None else limit // sharing
+    _require_weights_fit(setup, room, weights)
     return free - weights
 
 
@@ -198,19 +203,20 @@ def _shares(capacities: Sequence[Capacity], num_replicas: int) -> list[tuple[int
 
 
 def _require_weights_fit(setup: EngineSetup, free_bytes: int, weights: int) -> None:
-    """Raise CapacityError, with the quantizations that fit, if the weights are larger than what a GPU has for them."""
-    model = setup.config.model
+    """Raise CapacityError, with the quantizations that fit, if the weights are larger than the memory for them."""
+    model, is_host = setup.config.model, setup.device.is_host
     if weights < free_bytes or setup.config.parallel.executor == "fake":
         return
     fits: list[str] = []
     if resolve_quantization(setup.files, model.quantization) is None:
-        for quantization in ("fp8", "int8"):
+        for quantization in ("int8",) if is_host else ("fp8", "int8"):
             config = dataclasses.replace(setup.config, model=dataclasses.replace(model, quantization=quantization))
             if weights_in_memory(dataclasses.replace(setup, config=config)) < free_bytes:
                 fits.append(f"quantization={quantization!r}")
     raise CapacityError(
-        f"the weights of {setup.files.name!r} take about {human_bytes(weights)}, and the GPU has "
-        f"{human_bytes(free_bytes)} for them; {' or '.join(fits) + ' would fit' if fits else 'take a smaller model'}"
+        f"the weights of {setup.files.name!r} take about {human_bytes(weights)}, and "
+        f"{'this machine' if is_host else 'the GPU'} has {human_bytes(free_bytes)} for them; "
+        f"{' or '.join(fits) + ' would fit' if fits else 'take a smaller model'}"
     )
 
 

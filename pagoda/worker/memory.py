@@ -224,7 +224,7 @@ def require_host_memory(
 
     The pages of a pool are taken when they are first written, so otherwise a pool that is too large would start.
     limit_bytes: see `memory_limit`.   reserved_bytes: of the weights in host memory, and what else is planned there; if
-    that alone is too large, loading raises the error.   is_on_host: whether the KV cache is in host memory, too.
+    that alone is too large, this is no place to say so.   is_on_host: whether the KV cache is in host memory, too.
     """
     if limit_bytes is None or (left := limit_bytes - reserved_bytes) <= 0:
         return

@@ -8,7 +8,9 @@ import pytest
 
 from pagoda.assembly.engine_setup import options_of, resolve_engine
 from pagoda.assembly.sizing import encoder_in_memory, fit_cache, fit_measured, size_cache, weights_in_memory
+from pagoda.base.abbreviate import human_bytes
 from pagoda.base.config import EngineConfig
+from pagoda.base.errors import CapacityError
 from pagoda.worker.calls import Capacity, StepSize
 from pagoda.worker.memory import KVCapacity, kv_block_bytes, smallest
 from tests.engine.driver import write_tiny_llama
@@ -37,6 +39,30 @@ def test_steps_and_pools_are_those_of_the_devices_with_least_room(tmp_path: Path
     setup, capacity = fit_measured(setup, None, measured, sizes)
     assert setup.config.scheduler.max_num_batched_tokens == 512
     assert capacity.num_blocks == int(2 * GIB * setup.config.cache.gpu_memory_utilization) // (1 << 20) - 1
+
+
+def test_weights_larger_than_memory_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading them would end in a kill by the system. With a given KV cache, what others have now does not count."""
+    options: dict[str, object] = {"model": str(write_tiny_llama(tmp_path)), "device": "cpu", "max_model_len": 64}
+    weights = weights_in_memory(resolve_engine(EngineConfig.from_options(**options)))
+
+    def plan(free: int, limit: int | None, cache: int | None) -> str:
+        monkeypatch.setattr("pagoda.worker.devices.cpu.CpuDevice.free_bytes", lambda self: free)
+        monkeypatch.setattr("pagoda.assembly.sizing.memory_limit", lambda: limit)
+        try:
+            fit_cache(resolve_engine(EngineConfig.from_options(**options, kv_cache_memory=cache)))
+        except CapacityError as error:
+            return str(error)
+        return ""
+
+    less, more, cache = weights - 1000, 64 * weights, 16 * weights
+    numbers = f"take about {human_bytes(weights)}, and this machine has {human_bytes(less)} for them"
+    assert f"{numbers}; quantization='int8' would fit" in plan(less, more, None)
+    assert numbers in plan(less, less, cache)
+    assert "take a smaller model" in plan(less // 8, more, None)
+    assert plan(less, more, cache) == plan(less, None, cache) == plan(more, more, None) == ""
 
 
 def test_images_take_memory_by_the_largest_that_their_processing_makes(

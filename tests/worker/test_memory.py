@@ -215,7 +215,7 @@ def test_pools_larger_than_the_machine_are_refused_with_the_size_that_fits() -> 
     assert "set swap_space=3.0 or less" in check(4 * GIB, swap_space=4)
     assert check(4 * GIB, swap_space=3) == ""
     assert check(900 * GIB, limit=None) == ""
-    assert check(900 * GIB, limit=GIB // 2) == ""  # the weights alone do not fit: loading them says so
+    assert check(900 * GIB, limit=GIB // 2) == ""  # the weights alone do not fit, which is refused before
     with pytest.raises(CapacityError, match="a KV cache of 9000000 blocks .* does not fit"):
         require_host_memory(KVCapacity(9_000_000, 0, 16, 1 << 20, 1), CacheConfig(), 8 * GIB, GIB, True)
 
