@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -29,6 +30,13 @@ def kill(server: LiveServer, *numbers: int) -> None:
     engines = engines_of(server)
     for number in numbers:
         os.kill(engines[number], signal.SIGKILL)
+
+
+def kill_rank(server: LiveServer) -> None:
+    """Of one engine, which may have just begun."""
+    while len(ranks := ranks_of(server)) < 2:
+        time.sleep(0.01)
+    os.kill(ranks[1], signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -56,11 +64,12 @@ async def load(server: LiveServer, faults: Sequence[Callable[[LiveServer], None]
             server.steps.hold_next_engine_after(0)
             assert not any(task.done() for task in tasks)
             await asyncio.to_thread(fault, server)
-            server.steps.hold_after(10**9)
             while server.load()["engine_restarts"] == num_restarts or len(engines_of(server)) < 2:
                 assert server.get("/health")[0] == 200 or len(faults) > 1
                 await asyncio.sleep(0.01)
             num_restarts = server.load()["engine_restarts"]
+            server.steps.hold_after(10**9)
+            await asyncio.sleep(0.2)
         server.steps.release()
         return await asyncio.gather(*tasks)
 
@@ -90,7 +99,7 @@ def test_replicas_are_killed_in_turn_and_together(flags: tuple[str, ...], tmp_pa
         undisturbed = asyncio.run(load(server))
         faults = [lambda server: kill(server, 0), lambda server: kill(server, 1), lambda server: kill(server, 0, 1)]
         if "--tensor-parallel-size" in flags:
-            faults.append(lambda server: os.kill(ranks_of(server)[1], signal.SIGKILL))
+            faults.append(kill_rank)
         assert asyncio.run(load(server, faults)) == undisturbed
         assert server.wait_idle()["engine_restarts"] >= len(faults)
 
