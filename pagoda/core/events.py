@@ -42,6 +42,17 @@ class Queued(RequestEvent):
 
 
 @_event
+class Routed(RequestEvent):
+    """It was sent to one of several replicas, from 1; again when that has ended. Written by the client of them all.
+
+    because: why there, see RoutedBecause.
+    """
+
+    replica: int
+    because: str
+
+
+@_event
 class Held(RequestEvent):
     """Why it waits, written when that is another reason than before: it was the first that could enter, and did not;
     or, with Reason.TURN, what held it before is over, or another is considered first.
@@ -219,6 +230,7 @@ class Removed:
 CacheEvent = Stored | Removed
 ClientEvent = (
     Queued
+    | Routed
     | Held
     | Admitted
     | Limited

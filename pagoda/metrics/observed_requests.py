@@ -11,7 +11,7 @@ import msgspec
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
-from pagoda.core.events import Admitted, ClientEvent, DraftsVerified, Events
+from pagoda.core.events import Admitted, ClientEvent, DraftsVerified, Events, Routed
 from pagoda.core.request import Request
 from pagoda.metrics.known_tokens import KnownTokens
 from pagoda.metrics.prometheus import ServerMetrics
@@ -187,6 +187,8 @@ class ObservedRequests:
 
     def on_event(self, event: ClientEvent) -> None:
         """Add what happened to a request to what is known of it."""
+        if isinstance(event, Routed):
+            self.metrics.on_routed(event.because)
         if not isinstance(event, DraftsVerified) and (observer := self.running.get(event.handle)):
             observer.add_event(event)
 

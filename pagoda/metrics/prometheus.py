@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pagoda.base.outputs import RequestMetrics
 from pagoda.core.request import Request
+from pagoda.engine.clients.router import RoutedBecause
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.counts import LABELS, Counts, Histogram, tokens_per_step
 
@@ -21,6 +22,7 @@ CACHE_LABELS = (
     *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
 )
 """Labels of cache_config_info."""
+ROUTED_BECAUSE = tuple(one.value for one in RoutedBecause)
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
@@ -113,6 +115,7 @@ class ServerMetrics:
         # All series exist from the start: rate() misses the first event of a series that appears with it.
         self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
         self._refused = Counter[str](dict.fromkeys(REJECTION_REASONS, 0))
+        self._routed = Counter[str](dict.fromkeys(ROUTED_BECAUSE, 0))
         self._http = Counter[tuple[str, str, str]]()
         self._turns = Counter[tuple[str, str]]()
         self.ttft = Histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
@@ -152,6 +155,10 @@ class ServerMetrics:
 
     def on_refusal(self, reason: str) -> None:
         self._refused[reason] += 1
+
+    def on_routed(self, because: str) -> None:
+        """Count a request that was sent to one of several replicas."""
+        self._routed[because] += 1
 
     def on_http(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP request.   handler: the route, as it is declared.   status: 499 if its client left first."""
@@ -196,6 +203,7 @@ class ServerMetrics:
             },
             "ended": dict(self._ended),
             "refused": dict(self._refused),
+            "routed": dict(self._routed),
             "http": {" ".join(labels): count for labels, count in self._http.items()},
             "turns": {" ".join(labels): count for labels, count in self._turns.items()},
             **{one.name: one.counts() for one in self._histograms},
@@ -250,6 +258,8 @@ class ServerMetrics:
         yield _labelled(self._values, "vllm:lora_adapter_events", of_loras, "event", loras)
         rejected = "Requests rejected by admission, by reason."
         yield _labelled(self._values, "vllm:admission_rejections", rejected, "reason", counts["refused"])
+        routed = "Requests sent to one of several replicas, by why to that one; again when that has ended."
+        yield _labelled(self._values, "vllm:routed_requests", routed, "because", counts["routed"])
         by_position = {str(at): count for at, count in enumerate(stats.accepted_tokens_per_pos or (0,))}
         accepted = "Draft tokens accepted, by position in the draft."
         yield _labelled(self._values, "vllm:spec_decode_num_accepted_tokens_per_pos", accepted, "position", by_position)

@@ -2,7 +2,18 @@
 
 from collections.abc import Callable
 
-from pagoda.core.events import Admitted, ClientEvent, Failed, FirstToken, Held, Limited, Pinned, Preempted, Queued
+from pagoda.core.events import (
+    Admitted,
+    ClientEvent,
+    Failed,
+    FirstToken,
+    Held,
+    Limited,
+    Pinned,
+    Preempted,
+    Queued,
+    Routed,
+)
 from pagoda.core.request import AdmitKind, Reason
 
 _ENTRIES = {
@@ -32,6 +43,8 @@ def in_words(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> s
     match event:
         case Queued(position=position):
             return f"queued, {position} before it" if position else "queued"
+        case Routed(replica=replica, because=because):
+            return f"sent to replica {replica}: {because.replace('_', ' ')}"
         case Held(reason=Reason.TURN, position=position):
             return f"waits for its turn in the queue{f', {position} before it' if position else ''}"
         case Held(reason=Reason.BLOCKS, num_blocks=needed, num_free_blocks=free) if needed > free:

@@ -12,6 +12,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request as HttpRequest
 
 from pagoda.base.outputs import RequestMetrics, RequestOutput
+from pagoda.core.events import Routed
 from pagoda.core.request import Request
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.outputs.mailbox import merged
@@ -80,6 +81,7 @@ class Generation:
         self.num_prompt_tokens = sum(r.num_prompt_tokens for r in requests)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.routed: dict[int, Routed] = {}  # by handle: to which of several replicas
         self.num_reasoning_tokens: int | None = None  # None: of a model without reasoning
         self.finish_reasons: list[str] = []  # of the outputs that have ended
         self.sampling = requests[0].sampling if requests else None
@@ -152,6 +154,8 @@ class Generation:
         if delta.metrics is not None:
             self._times[observer.request.handle] = delta.metrics
         if is_first:
+            routed = [event for event in observer.events if isinstance(event, Routed)]
+            self.routed |= {event.handle: event for event in routed}
             self._place.start()
 
     @property

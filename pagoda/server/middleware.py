@@ -27,7 +27,7 @@ from pagoda.server.errors import CLIENT_CLOSED, RETRY_AFTER_S, ErrorForm, error_
 from pagoda.server.request_starter import BATCH
 from pagoda.server.request_state import ADMIN, Caller, RequestState, request_state
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
-from pagoda.server.server_timing import HEADER, REQUEST_HEADER, server_timing
+from pagoda.server.server_timing import HEADER, REQUEST_HEADER, ROUTED_HEADER, routed_because, server_timing
 
 OPEN_WHILE_DRAINING = HEALTH_PATHS | {
     "/metrics",
@@ -163,6 +163,8 @@ class AccessLog:
                         headers.append((name, noted.encode()))
                 if wants_timings and (timing := _timing(state)):
                     headers.append((HEADER, timing))
+                if wants_timings and state.generation is not None and (routed := state.generation.routed):
+                    headers.append((ROUTED_HEADER, routed_because(routed.values())))
                 message = {**message, "headers": headers}
             await send(message)
 

@@ -1,13 +1,18 @@
-"""Server-Timing: where the time of a request went, in a header of its answer, for callers that ask for it."""
+"""Server-Timing: where the time of a request went, in a header of its answer, for callers that ask for it.
 
-from collections.abc import Mapping
+Of several replicas, x-routed-because says to which the request went, and why.
+"""
+
+from collections.abc import Iterable, Mapping
 
 from msgspec import UNSET, UnsetType
 
+from pagoda.core.events import Routed
 from pagoda.server.generation import RequestFigures
 
 REQUEST_HEADER = b"x-return-timings"
 HEADER = b"server-timing"
+ROUTED_HEADER = b"x-routed-because"
 
 
 def server_timing(known: RequestFigures, queue_reasons: Mapping[str, float]) -> bytes:
@@ -28,6 +33,11 @@ def server_timing(known: RequestFigures, queue_reasons: Mapping[str, float]) -> 
         parts.append(_metric("preempted", known.preempted_ms, lost))
     parts.append(_metric("scheduler", known.scheduler_ms))
     return ", ".join(parts).encode()
+
+
+def routed_because(routed: Iterable[Routed]) -> bytes:
+    """Return the value of the header that says to which replica each prompt of a request went, and why."""
+    return "; ".join(f"replica={event.replica}, because={event.because}" for event in routed).encode()
 
 
 def _metric(name: str, ms: float | UnsetType, text: str = "") -> str:

@@ -13,6 +13,7 @@ from pagoda.core.events import (
     Pinned,
     Preempted,
     Queued,
+    Routed,
 )
 from pagoda.core.request import AdmitKind, Reason
 from pagoda.server.event_words import in_words, needs_blocks
@@ -29,6 +30,7 @@ def name_of(client: int, handle: int) -> str | None:
     [
         (Queued(*AT, "r", 9, 1, 0), "queued"),
         (Queued(*AT, "r", 9, 1, 3), "queued, 3 before it"),
+        (Routed(*AT, 2, "shortest_wait"), "sent to replica 2: shortest wait"),
         (Held(*AT, Reason.BLOCKS, 0, True, 15, 3), "waits for 12 blocks: it takes 15, 3 are free"),
         (Held(*AT, Reason.BLOCKS, 0, True, 3, 3), "waits: not enough free blocks"),
         (Held(*AT, Reason.TURN, 0, False, 3, 9), "waits for its turn in the queue"),

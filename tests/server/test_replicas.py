@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -89,6 +91,17 @@ def test_a_replica_is_killed_under_load(tmp_path: Path) -> None:
         assert server.post("/reset_prefix_cache", {})[0] == 200
         embedded = server.post("/v1/embeddings", {"input": ["one", "two", "three"]})[1]
         assert len(embedded["data"]) == 3
+        headers = {"Content-Type": "application/json", "X-Return-Timings": "1"}
+        body = json.dumps({"prompt": "one", "max_tokens": 2}).encode()
+        with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/completions", body, headers)) as answer:
+            # the killed one may still load
+            assert re.fullmatch("replica=[12], because=(turn|only_ready)", answer.headers["X-Routed-Because"])
+            request_id = json.load(answer)["id"]
+        timeline = json.loads(server.get(f"/requests/{request_id}")[1])["timeline"]
+        assert re.fullmatch("sent to replica [12]: (turn|only ready)", timeline[1]["what"])
+        metrics = server.get("/metrics")[1]
+        for because in ("turn", "only_ready"):
+            assert re.search(rf'vllm:routed_requests_total{{because="{because}",[^}}]*}} [1-9]', metrics)
         assert [name for name in ("engine-1", "engine-2") if f" {name}[" in server.log.read_text()]
 
 

@@ -7,12 +7,14 @@ those that may have killed it: its next engine probes these, so that a request t
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied, fresh
-from pagoda.core.events import Events
+from pagoda.core.events import Events, Routed
 from pagoda.core.request import LoraRef, Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs, only_events
 from pagoda.engine import wire
 from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.process_client import ENGINE_MODULE, ProcessClient, Sink
@@ -70,9 +72,9 @@ class Replicas(ClientOutputs):
 
     def add_request(self, request: Request) -> None:
         if (died := self.died) is not None:
-            self._put_error(request.client_index, died)
+            self._put(request.client_index, died)
         else:
-            self._choose(request.num_prompt_tokens, request.num_seqs, self._living).add_request(request)
+            self._choose(request, request.num_prompt_tokens, request.num_seqs, self._living).add_request(request)
 
     def abort(self, handles: Sequence[int], client_index: int = 0) -> None:
         for one in self.each:
@@ -186,8 +188,14 @@ class Replicas(ClientOutputs):
     def _living(self) -> list[ProcessClient]:
         return [one for one in self.each if one.died is None]
 
-    def _choose(self, num_tokens: int, num_seqs: int, among: Sequence[ProcessClient]) -> ProcessClient:
-        index, _ = self._router.choose(num_tokens, num_seqs, [one.load for one in among])
+    def _choose(
+        self, request: Request, num_tokens: int, num_seqs: int, among: Sequence[ProcessClient]
+    ) -> ProcessClient:
+        """Return the replica that a request goes to, and tell its client why."""
+        index, because = self._router.choose(num_tokens, num_seqs, [one.load for one in among])
+        number = self.each.index(among[index]) + 1
+        event = Routed(0, time.monotonic(), request.client_index, request.handle, number, because.value)
+        self._put(request.client_index, only_events([event]))
         return among[index]
 
     def _move_waiting(self) -> None:
@@ -197,20 +205,20 @@ class Replicas(ClientOutputs):
             for entry in one.release():
                 self.num_moved += 1
                 num_tokens = entry.request.num_prompt_tokens + sum(map(len, entry.tokens))
-                self._choose(num_tokens, len(entry.live), ready).adopt(entry)
+                self._choose(entry.request, num_tokens, len(entry.live), ready).adopt(entry)
 
     def _on_gone(self, error: WorkerDied) -> None:
         """No engine of a replica can be started any more: the others go on, if there are others."""
         if self.died is not None:
             for client_index in self._sinks:
-                self._put_error(client_index, error)
+                self._put(client_index, error)
             return
         logger.error("%d of %d replicas go on", len(self._living), len(self.each))
         self._move_waiting()
 
-    def _put_error(self, client_index: int, error: WorkerDied) -> None:
+    def _put(self, client_index: int, item: EngineCoreOutputs | WorkerDied) -> None:
         if (sink := self._sinks.get(client_index)) is not None:
-            sink(error)
+            sink(item)
 
     def _on_step(self, num_tokens: int) -> None:
         self.on_step(num_tokens)

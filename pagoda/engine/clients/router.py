@@ -9,7 +9,7 @@ class RoutedBecause(Enum):
     """Why a request is where it is."""
 
     ONLY_READY = "only_ready"  # no other replica takes requests now
-    LEAST_WAIT = "least_wait"  # its first token is expected earlier than from any other
+    LEAST_WAIT = "shortest_wait"  # its first token is expected earlier than from any other
     TURN = "turn"  # several would be as fast: each in turn
     NONE_READY = "none_ready"  # it goes to the first replica that takes requests again
 

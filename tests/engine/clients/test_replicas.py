@@ -14,6 +14,7 @@ from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.events import Routed
 from pagoda.core.request import LoraRef, Request
 from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
@@ -280,9 +281,16 @@ def test_a_replica_that_has_given_up_leaves_its_requests_to_the_others_until_non
         engines.give_up(0)
         assert engines.handles(1) == [2, 1]
         assert (replicas.died, replicas.is_up) == (None, True)
-        assert replicas._outputs.empty()
         replicas.add_request(request(3))
         assert engines.handles(1) == [2, 1, 3]
+        events = [(await replicas.next_outputs()).events for _ in range(4)]
+        assert [(one.handle, one.replica, one.because) for (one,) in events if isinstance(one, Routed)] == [
+            (1, 1, "turn"),
+            (2, 2, "shortest_wait"),
+            (1, 2, "only_ready"),
+            (3, 2, "only_ready"),
+        ]
+        assert replicas._outputs.empty()
         engines.lose(1)
         engines.give_up(1)
         with pytest.raises(WorkerDied, match="no engine any more"):
