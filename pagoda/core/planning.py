@@ -13,6 +13,7 @@ from pagoda.core.policy import RequestQueue
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.request import AdmitKind, Reason, RequestState, RequestStatus, Sequence
 from pagoda.core.rules import (
+    BLOCK_KINDS,
     BY_ENCODER,
     MAX_ADAPTER_SKIPS,
     find_prefix,
@@ -100,7 +101,8 @@ def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_
 def _end_outgrown(state: SchedulerState, plan: StepPlan, sequence: Sequence) -> None:
     """End a sequence that the pool cannot hold, with the tokens it has; a beam search ends as a whole."""
     request, rows = sequence.request, set(sequence.request.rows)
-    message = f"the KV cache has {sum(state.kv.num_blocks)} blocks: too few for this request to continue"
+    there = " and ".join(f"{count} {kind}" for count, kind in zip(state.kv.num_blocks, BLOCK_KINDS, strict=False))
+    message = f"the KV cache has {there}: too few for this request to continue"
     for other in request.unfinished if request.spec.is_beam_search else [sequence]:
         if other.row >= 0:
             state.encoder.unplan_runs(plan, other)

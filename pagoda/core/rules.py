@@ -19,6 +19,10 @@ MAX_ADAPTER_SKIPS = 64
 """Steps in which a request may be skipped for its adapter; after that, no adapter's newcomers pass it."""
 
 
+BLOCK_KINDS = "KV blocks", "blocks of recurrent states"
+"""What errors call the blocks of each pool."""
+
+
 def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Reason | None:
     """Return why the first request of `queue` is passed over in this step, or None.
 
@@ -52,8 +56,7 @@ def why_never(state: SchedulerState, request: RequestState) -> str | None:
     """Return why a waiting request can never be served: too many blocks or sequences, or too long for a step."""
     config, num_prompt = state.config, request.spec.num_prompt_tokens
     num_seqs, longest = len(request.unfinished), config.max_num_batched_tokens
-    kinds = "KV blocks", "blocks of recurrent states"
-    for need, there, kind in zip(state.kv.most_blocks(request), state.kv.num_blocks, kinds, strict=False):
+    for need, there, kind in zip(state.kv.most_blocks(request), state.kv.num_blocks, BLOCK_KINDS, strict=False):
         if need > there:
             return f"needs {need} {kind} of the {there} there are"
     if num_seqs > config.max_num_seqs:

@@ -13,7 +13,8 @@ _TOKENS_BEFORE = 16
 class PrefixMiss(Struct, kw_only=True):
     """Where a prompt begins to differ from the earlier request, of the caller's, that begins most like it.
 
-    position: of the first token that differs, from 0.   block: which has it, from 0.   like: the other request.
+    position: of the first token that differs, from 0.   block: of those at whose ends hits end, which has it, from 0.
+    like: the other request.
     token_id, token: there, and its text; like_token_id, like_token: those of the other request. Missing where that has
     no token.   before: the end of the text that both have in front of it.   kind, what: why no more was cached, and the
     same in words.
@@ -41,6 +42,7 @@ def explain_miss(
 ) -> PrefixMiss | None:
     """Return why no more than `num_cached` tokens were found; None if all were, or no earlier request begins alike.
 
+    block_size: hits end at multiples of so many tokens.
     earlier: requests that came before, by name.   text_of: returns the text of token ids.
     """
     if num_cached >= (num_prompt_tokens - 1) // block_size * block_size:  # the last token is always computed

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pagoda.base.config import PreemptionMode
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape
 from pagoda.core.request import LoraRef, MediaItem
 from tests.core.rig import Rig
 
@@ -404,6 +404,28 @@ def test_a_state_that_is_partly_filled_is_copied_at_a_fork() -> None:
         rig.step()
         assert len(rig.step().output.copies) == num_copies
         rig.run()
+
+
+LARGE_STATE = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, layers=(1,), shape=KVShape(1, 1024, 0))
+
+
+def test_sequences_that_cannot_have_a_state_each_are_refused_by_name() -> None:
+    """They would end with one token: memory allows three states, as many as one long sequence needs."""
+    rig = Rig(groups=(FULL, LARGE_STATE), num_blocks=64, max_num_seqs=4, max_num_batched_tokens=4)
+    rig.add("a", 6, n=4)
+    rig.add("b", 3, n=3, max_tokens=2)
+    first = rig.step()
+    message = "request a needs 4 blocks of recurrent states of the 3 there are"
+    assert [finish.message for finish in first.finishes] == [message] * 4
+    assert first.emitted == rig.run() == {"b/0": [7], "b/1": [7], "b/2": [7]}
+
+
+def test_a_sequence_that_the_pools_cannot_hold_says_how_large_they_are() -> None:
+    rig = Rig(groups=(FULL, LARGE_STATE), num_blocks=64, max_num_seqs=4, max_num_batched_tokens=4)
+    rig.add("a", 8, n=3, max_tokens=2)
+    finishes = [finish for _ in range(4) for finish in rig.step().finishes]
+    message = "the KV cache has 64 KV blocks and 3 blocks of recurrent states: too few for this request to continue"
+    assert message in [finish.message for finish in finishes]
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE), (STATE,)], ids=str)

@@ -26,7 +26,7 @@ from tests.twin import WHY_ENDED, TwinScheduler
 VOCABULARY = 7
 RAISED, NOT_FINITE = "the step failed", "not finite"
 NO_ROOM = re.compile(
-    "the KV cache has [0-9]+ blocks: too few|needs .* (KV blocks|blocks of recurrent states)|"
+    "the KV cache has [0-9]+ .*: too few|needs .* (KV blocks|blocks of recurrent states)|"
     "can never come back from host memory"
 )
 NOT_TO_BE_HAD = "the adapter cannot be had"

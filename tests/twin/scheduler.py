@@ -694,7 +694,13 @@ class TwinScheduler:
         """Blocks that its known tokens hold at once, in an empty pool."""
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
         own = self.memory.admission_need(state.request, len(state.alive[0].tokens), nothing, capped=True)
-        return total(own, self._sibling_need(state))
+        need = total(own, self._sibling_need(state))
+        for pool in range(len(need)):  # each sequence writes to a state of its own
+            kinds = [spec.kind for spec, at in zip(self.memory.groups, self.memory.pool_of, strict=True) if at == pool]
+            need[pool] = max(
+                need[pool], kinds.count(KVGroupKind.STATE) * len(state.alive) if len(state.alive) > 1 else 0
+            )
+        return need
 
     def _why_never(self, state: TwinRequest) -> Reason | None:
         phased = self.config.scheduling_mode is SchedulingMode.PHASED

@@ -105,7 +105,12 @@ class KVCacheManager:
     def most_blocks(self, request: RequestState) -> BlockCounts:
         """Return the most blocks that the request's known tokens hold at once. Pools with fewer can never serve it."""
         num_tokens, encoder_len = len(request.unfinished[0].token_ids), request.spec.encoder_len
-        return self._with_siblings(self.sizing.blocks_for_request(num_tokens, encoder_len), request)
+        most = self._with_siblings(self.sizing.blocks_for_request(num_tokens, encoder_len), request)
+        if (num_seqs := len(request.unfinished)) > 1 and self.sizing.has_states:
+            # From the fork on, each of its sequences writes to a state of its own.
+            states = self.sizing.total((group, num_seqs) for group in self.sizing.groups if group.spec.has_states)
+            most = tuple(map(max, most, states))
+        return most
 
     def why_no_blocks(
         self,
