@@ -3,7 +3,7 @@
 import numpy as np
 
 from pagoda.core.events import Copied
-from pagoda.core.lifecycle import fork_row, give_row
+from pagoda.core.lifecycle import give_row
 from pagoda.core.request import AdmitKind, RequestState, without_features
 from pagoda.core.scheduler_output import NO_TOKENS, RowFork, RowInit, SchedulerOutput
 from pagoda.core.state import SchedulerState
@@ -60,8 +60,9 @@ def _fork(state: SchedulerState, plan: StepPlan, source: int, request: RequestSt
     for sequence in request.unfinished:
         if sequence is first:
             continue
-        row = fork_row(state, source, sequence)
-        state.kv.tables.fork(source, row, int(state.table.num_computed[source]))
+        num_computed = int(state.table.num_computed[source])
+        row = give_row(state, sequence, num_computed, source)
+        state.kv.tables.fork(source, row, num_computed)
         forks.append(RowFork(source, row, sequence.index, sequence.seed))
     where = int(np.flatnonzero(plan.rows == source)[0])
     plan.forks += forks
@@ -86,7 +87,7 @@ def _join(state: SchedulerState, plan: StepPlan, leader: int, request: RequestSt
             continue
         row = give_row(state, sequence, shared)
         state.kv.tables.fork(leader, row, shared)
-        plan.introduce_row(row, AdmitKind.RESUMED, shared)
+        plan.entering[row] = AdmitKind.RESUMED, shared
         state.encoder.add_row(request, row)
         state.batch.start_prefill(row)
 

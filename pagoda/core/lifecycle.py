@@ -123,16 +123,9 @@ def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:
     return kind
 
 
-def give_row(state: SchedulerState, sequence: Sequence, num_computed: int) -> int:
-    """The sequence gets a row, without blocks. Return the row."""
-    row = state.table.admit(sequence, num_computed)
-    state.batch.add_row(row, sequence.request)
-    return row
-
-
-def fork_row(state: SchedulerState, source: int, sequence: Sequence) -> int:
-    """The sequence gets a row with the tokens of `source`, without blocks. Return the row."""
-    row = state.table.fork(source, sequence)
+def give_row(state: SchedulerState, sequence: Sequence, num_computed: int, source: int = -1) -> int:
+    """The sequence gets a row, without blocks. Return the row.   source: the row of a sibling that it equals."""
+    row = state.table.admit(sequence, num_computed) if source < 0 else state.table.fork(source, sequence)
     state.batch.add_row(row, sequence.request)
     return row
 

@@ -147,7 +147,7 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
     state.events.write(Swapped(*state.events.at(request.spec), False, num_blocks))
     for sequence, chunk, end in zip(sequences, chunks, ends, strict=True):
         row, start = sequence.row, sequence.num_computed
-        plan.introduce_row(row, kind, start)
+        plan.entering[row] = kind, start
         state.encoder.add_row(request, row)
         if len(sequence.token_ids) - start > 1:
             state.batch.start_prefill(row)
@@ -205,7 +205,7 @@ def _enter_with_prefix(
     kind = move_to_running(state, request)
     row = give_row(state, request.unfinished[0], start)
     state.kv.tables.allocate_prompt(row, prefix, start + chunk.num_new)
-    plan.introduce_row(row, kind, start)
+    plan.entering[row] = kind, start
     state.encoder.add_row(request, row)
     place_chunk(state, plan, request, row, start, chunk)
     state.batch.let_siblings_wait(row, request)

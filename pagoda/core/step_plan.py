@@ -68,10 +68,6 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not self.num_scheduled
 
-    def introduce_row(self, row: int, kind: AdmitKind, num_computed: int) -> None:
-        """Workers get to know the row, with `num_computed` computed tokens."""
-        self.entering[row] = (kind, num_computed)
-
     def place(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, total: int) -> None:
         """`rows` compute `num_new` tokens from `start` on (int32 [n] each), `total` in all."""
         self._placed.append((rows, start, num_new))

@@ -130,7 +130,7 @@ def test_a_beam_search_that_outgrows_the_pool_ends_with_all_its_beams() -> None:
     traffic.drain()
     finishes = [traffic.received["r1", sequence].finish for sequence in range(3)]
     assert {finish.status for finish in finishes if finish is not None} == {RequestStatus.FINISHED_LENGTH_CAPPED}
-    assert all(finish is not None and "7 blocks" in str(finish.message) for finish in finishes)
+    assert all(finish is not None and "7 KV blocks" in str(finish.message) for finish in finishes)
 
 
 @pytest.mark.parametrize("fault", ["not finite", "no logprobs"])

@@ -104,13 +104,13 @@ class _FreeBlocks:
 
     @property
     def stacked(self) -> np.ndarray:
+        """Those without content."""
         return self._stack[: self._num_stacked]
 
     def push(self, blocks: np.ndarray) -> None:
         """Keep blocks without content."""
-        count = len(blocks)
-        self._stack[self._num_stacked : self._num_stacked + count] = blocks
-        self._num_stacked += count
+        self._num_stacked += len(blocks)
+        self.stacked[self._num_stacked - len(blocks) :] = blocks
 
     def take(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Remove `count` blocks, of at least as many. Return those without and those with content."""
@@ -232,10 +232,6 @@ class BlockPools:
         self._drop_pins(blocks)
         for free in self._free:
             free.push(np.concatenate((free.unpinned.remove(blocks), free.pinned.remove(blocks))))
-
-    def drop_all_content(self) -> None:
-        """No block can be found by hash any more. All must be free."""
-        self.drop_content(np.flatnonzero(self.has_content))
 
     def start_over(self) -> None:
         """Give blocks out as at first. All must be free and without content."""

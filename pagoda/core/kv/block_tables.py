@@ -239,18 +239,13 @@ class BlockTables:
         """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
         for used, block_size in zip(self.num_blocks, self._sizing.block_sizes, strict=True):
             used[row] = blocks_for(num_tokens, block_size)
-        for group in self.growing:
-            entries, count = self.entries[group.index], int(self.num_blocks[group.pool][row])
-            entries[row, :count] = entries[source, :count]
-            entries[row, count:] = 0
-            self.pools.touch(entries[row, :count][entries[row, :count] != 0])
-            self.num_released[group.index][row] = min(int(self.num_released[group.index][source]), count)
-        for group in self._cross:
-            held = int(self.num_cross_blocks[source])
-            entries = self.entries[group.index]
-            entries[row, :held] = entries[source, :held]
-            self.pools.touch(entries[row, :held])
         self.num_cross_blocks[row] = self.num_cross_blocks[source]
+        for group, entries, released in zip(self.groups, self.entries, self.num_released, strict=True):
+            count = int(self.used(group)[row])
+            held = entries[source, :count]
+            entries[row, :count], entries[row, count:] = held, 0
+            self.pools.touch(held[held != 0])
+            released[row] = min(int(released[source]), count)
         self._reserve(np.array([row]))
         if num_tokens % self._sizing.shared_size:
             self._mark_shared_tail(source)

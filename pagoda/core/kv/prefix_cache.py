@@ -366,7 +366,7 @@ class PrefixCache:
         for table in (*self._blocks, *self._twins):
             table.clear()
         self._hash_of.clear()
-        self._pools.drop_all_content()
+        self._pools.drop_content(np.flatnonzero(self._pools.has_content))
         return True
 
     def check(self) -> None:

@@ -229,11 +229,10 @@ class KVSizing:
 
         Pools with fewer can never serve it. encoder_len: encoder tokens of an encoder-decoder request.
         """
-        counts = [0] * len(self.block_sizes)
-        for group in self.groups:
-            held = group.most_held(num_tokens) if group.grows else blocks_for(encoder_len, group.block_size)
-            counts[group.pool] += held
-        return tuple(counts)
+        return self.total(
+            (group, group.most_held(num_tokens) if group.grows else blocks_for(encoder_len, group.block_size))
+            for group in self.groups
+        )
 
     def blocks_for_siblings(self, lengths: list[int], num_prompt_tokens: int) -> BlockCounts:
         """Most blocks of their own that sequences of `lengths` tokens hold, which share full prompt blocks."""
