@@ -312,7 +312,7 @@ def test_a_request_that_outgrows_the_pool_alone_ends_with_the_tokens_it_has() ->
     assert step.finished["a"] == "length"
     [finish] = [finish for finish in step.finishes if finish.request_id == "a"]
     assert finish.message is not None
-    assert "6 blocks" in finish.message
+    assert "6 KV blocks" in finish.message
     assert step.emitted == {"b": [7]}  # the blocks serve the next in the same step
     assert rig.free == 6
 
