@@ -14,11 +14,11 @@ namespace {
 
 constexpr int TILE = 16;  // tokens
 // Vectors in a row of a slab: as many as leave registers for the sums over its rows. A decode reads memory faster in
-// longer rows.
+// longer rows, and fastest in whole ones; it has half of the sums.
 #if defined(PAGODA_AVX512)
-constexpr int MOST_VECTORS = 4;
+constexpr int MOST_VECTORS = 4, MOST_OF_DECODES = 8;
 #else
-constexpr int MOST_VECTORS = 1;
+constexpr int MOST_VECTORS = 1, MOST_OF_DECODES = 1;
 #endif
 
 // Rows of a slab, `stride` floats apart.
@@ -51,12 +51,13 @@ struct Slab {
     }
 
     // S = decay * S + key update^T, from one place to the other; given = query S of the result and, with NEXT,
-    // found = next S, both summed as `reduce` sums.
+    // found = next S, both summed as `reduce` sums. Without, lines from `soon` on are prefetched, one per row.
     template <bool NEXT>
     void advance(Place from, Place to, float decay, const float* key, const float* query, const float* next,
-                 int64_t rows, const Row& update, Row& given, Row& found) const {
+                 int64_t rows, const float* soon, const Row& update, Row& given, Row& found) const {
         f32x16 of_query[2][VECTORS] = {}, of_next[2][VECTORS] = {};
         auto row = [&](int64_t k, int half) {
+            if constexpr (!NEXT) __builtin_prefetch(soon + 16 * k, 0, 2);
             for (int i = 0; i < VECTORS; i++) {
                 f32x16 s = load_row(from.data + k * from.stride, i) * decay;
                 s = fma(splat(key[k]), update[i], s);
@@ -207,6 +208,8 @@ class Scan {
         int64_t column = slab * WIDTH, rows = p.key_dim();
         Slab<VECTORS, WHOLE> s = {static_cast<int>(std::min<int64_t>(16, p.value_dim() - column))};
         Place at = first == 0 ? before(row, head, slab) : after(row, head, slab, first);
+        // The state is read once before it is updated: meanwhile memory would have nothing to do.
+        const float* soon = DELTA ? p.state(row.before(), head + 1) : at.data;
         f32x16 update[VECTORS], given[VECTORS], found[VECTORS], value[VECTORS];
         if constexpr (DELTA) s.reduce(at, tile.keys, rows, found);
         for (int t = 0; t < count; t++) {
@@ -219,10 +222,11 @@ class Scan {
             Place to = after(row, head, slab, first + t + 1);
             const float *key = tile.keys + t * tile.stride, *query = tile.queries + t * tile.stride;
             if (DELTA && t + 1 < count)
-                s.template advance<true>(at, to, tile.decay[t], key, query, key + tile.stride, rows, update, given,
-                                         found);
+                s.template advance<true>(at, to, tile.decay[t], key, query, key + tile.stride, rows, nullptr, update,
+                                         given, found);
             else
-                s.template advance<false>(at, to, tile.decay[t], key, query, nullptr, rows, update, given, found);
+                s.template advance<false>(at, to, tile.decay[t], key, query, nullptr, rows, soon, update, given,
+                                          found);
             T* out = elements_of<T>(p.out) + token * p.out.stride + of_head;
             for (int i = 0; i < VECTORS; i++) {
                 f32x16 y = DELTA ? given[i] : fma(splat(p.d[head]), value[i], given[i]);
@@ -233,26 +237,35 @@ class Scan {
     }
 };
 
-// Threads divide the slabs of all heads, so that each computes the rows in their order.
-template <bool DELTA, int VECTORS, bool WHOLE, class T>
+// Threads divide the slabs of all heads, so that each computes the rows in their order. Slabs of rows with several new
+// tokens may be narrower.
+template <bool DELTA, int OF_DECODES, int VECTORS, bool WHOLE, class T>
 void scan(const Problem<T>& p, const RowGroup& group, int threads) {
-    using Scan = Scan<T, DELTA, VECTORS, WHOLE>;
-    int64_t pieces = p.states.kv_heads * Scan::slabs(p), elements = p.x.rows * pieces * p.key_dim() * 16 * VECTORS;
+    using Decode = Scan<T, DELTA, OF_DECODES, WHOLE>;
+    int64_t pieces = p.states.kv_heads * Decode::slabs(p), elements = p.x.rows * pieces * p.key_dim() * 16 * OF_DECODES;
     parallel(threads_for(elements, threads, pieces), [&](int thread, int num_threads) {
-        Scan scan(p);
         Range mine = share_of(pieces, thread, num_threads);
+        constexpr int64_t RATIO = OF_DECODES / VECTORS;
         for (int64_t i = 0; i < group.num_rows; i++) {
             StateRow row(group, i);
-            if (row.num_new > 0) scan.compute(row, mine);
+            if (row.num_new == 1) Decode(p).compute(row, mine);
+            else if (row.num_new > 1)
+                Scan<T, DELTA, VECTORS, WHOLE>(p).compute(row, {mine.begin * RATIO, mine.end * RATIO});
         }
     });
 }
 
 template <bool DELTA, class T>
 void by_width(const Problem<T>& p, const RowGroup& group, int threads) {
-    if (p.value_dim() % (16 * MOST_VECTORS) == 0) return scan<DELTA, MOST_VECTORS, true>(p, group, threads);
-    if (p.value_dim() % 16 == 0) return scan<DELTA, 1, true>(p, group, threads);
-    scan<DELTA, 1, false>(p, group, threads);
+    if constexpr (DELTA && MOST_OF_DECODES > MOST_VECTORS) {
+        int64_t width = 16 * MOST_OF_DECODES;
+        if (p.value_dim() % width == 0 && p.states.kv_heads * p.value_dim() / width >= threads)
+            return scan<DELTA, MOST_OF_DECODES, MOST_VECTORS, true>(p, group, threads);
+    }
+    if (p.value_dim() % (16 * MOST_VECTORS) == 0)
+        return scan<DELTA, MOST_VECTORS, MOST_VECTORS, true>(p, group, threads);
+    if (p.value_dim() % 16 == 0) return scan<DELTA, 1, 1, true>(p, group, threads);
+    scan<DELTA, 1, 1, false>(p, group, threads);
 }
 
 int64_t heads_per_group(const Tensor& x, const Tensor& out, const KVPages& states) {
