@@ -16,7 +16,7 @@ from pagoda.loading.gguf_file import GGUFFile, Value
 from pagoda.loading.token_ids import end_token_ids
 from pagoda.models.architecture import Architecture, TreeConfig
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig
+from pagoda.models.decoder_config import FULL, RECURRENT, SLIDING, DecoderConfig
 from pagoda.models.registry import BY_GGUF_NAME
 
 # GGUF keys after "{architecture}." and their names in config.json.
@@ -26,7 +26,6 @@ _INTEGERS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
     "attention.sliding_window": "sliding_window",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -36,6 +35,7 @@ _INTEGERS = {
     "expert_group_used_count": "topk_group",
     "leading_dense_block_count": "first_k_dense_replace",
     "interleave_moe_layer_step": "moe_layer_interval",
+    "shortconv.l_cache": "conv_L_cache",
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
 _NUMBERS = {
@@ -61,8 +61,10 @@ _ROPE_SCALING = (
     *("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"),
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 )
+_KV_HEADS = "attention.head_count_kv"
 _WORDS = {
     **_INTEGERS,
+    _KV_HEADS: "num_key_value_heads",
     **_NUMBERS,
     **_FLAGS,
     **dict.fromkeys(_ROPE_SCALING, "rope_scaling"),
@@ -200,9 +202,26 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     values["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
     values["dtype"] = _natural_dtype(file)
     values["one_norm"] = "blk.0.ffn_norm.weight" not in file.tensors
+    of_layers = _kv_heads_of_layers(file, name)
+    values["num_key_value_heads"] = max(of_layers) if of_layers else file.get(f"{name}.{_KV_HEADS}", int)
     values["layer_types"] = _layer_types(file, name)
+    if of_layers and 0 in of_layers:
+        values["layer_types"] = [FULL if count else RECURRENT for count in of_layers]
     values["rope_scaling"] = _longrope(file, f"{name}.rope.scaling") or _rope_scaling(file, f"{name}.rope")
     return values
+
+
+def _kv_heads_of_layers(file: GGUFFile, name: str) -> list[int] | None:
+    """Return the KV heads of each layer, where the file says them: 0 of those without attention.
+
+    Raises ConfigError if layers with attention differ.
+    """
+    key = f"{name}.{_KV_HEADS}"
+    if not isinstance(stated := file.metadata.get(key), np.ndarray) or stated.dtype.kind not in "iu":
+        return None
+    if len({*stated.tolist()} - {0}) > 1:
+        raise _unsupported(file, key, stated)
+    return [int(count) for count in stated]
 
 
 _GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid"}

@@ -158,7 +158,10 @@ class Filler:
             case Vector():
                 return self._vector(path, declared)
             case Taps(channels, taps, factors):
-                stored = self._tensor(path, (channels, 1, taps), torch.float32)
+                # llama.cpp's files leave out the dimension of one.
+                is_flat = self._naming.by_part and taps > 1
+                shape = (channels, taps) if is_flat else (channels, 1, taps)
+                stored = self._tensor(path, shape, torch.float32).view(channels, 1, taps)
                 if factors:
                     counts = torch.tensor([count for count, _ in factors])
                     stored *= torch.tensor([factor for _, factor in factors]).repeat_interleave(counts).view(-1, 1, 1)

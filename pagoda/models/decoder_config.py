@@ -19,7 +19,7 @@ from pagoda.ops.declare import Activation
 if TYPE_CHECKING:
     from pagoda.models.decoder_layers import LlamaLayer
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 _MOST_POSITIONS = 1 << 26
 _MOST_EXPERTS = 4096

@@ -9,10 +9,10 @@ from pagoda.layers.rotary import Rotary
 from pagoda.layers.short_conv import ShortConv
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, DecoderConfig, QKNorm, read_decoder, read_experts
+from pagoda.models.decoder_config import FULL, RECURRENT, DecoderConfig, QKNorm, read_decoder, read_experts
 from pagoda.models.decoder_layers import AnyAttention, LlamaLayer
 from pagoda.models.llama import Llama
-from pagoda.models.naming import Naming
+from pagoda.models.naming import Naming, gguf_naming
 
 _CONV = "conv"
 _MOST_TAPS = 64
@@ -114,6 +114,31 @@ _NAMES = (
     (r"\.down_proj\.", ".w2."),
     (r"\.choice_bias$", ".expert_bias"),
 )
+
+
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Set what llama.cpp's files have in another form: the final size inside of MLPs; layers without KV heads."""
+    types = config.texts("layer_types") or ()
+    return {
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": [_CONV if kind == RECURRENT else kind for kind in types] or None,
+    }
+
+
+def _gguf_settings_of_moe(config: ConfigReader) -> dict[str, object]:
+    config.choice("scoring_func", ("sigmoid",), "sigmoid")
+    num_dense = config.number("first_k_dense_replace", 0)
+    return {**_gguf_settings(config), "num_dense_layers": num_dense}
+
+
+_IN_GGUF = gguf_naming(
+    {
+        "self_attn.in_proj": "shortconv.in_proj",
+        "self_attn.out_proj": "shortconv.out_proj",
+        "self_attn.taps": "shortconv.conv.weight",
+    }
+)
+_GGUF = replace(_IN_GGUF, names={**(_IN_GGUF.names or {}), "model.norm": "token_embd_norm"})
 _HF = (Naming(substitutions=_NAMES), Naming(substitutions=(*_NAMES, (r"^model\.", ""))))
 
 LFM2 = Architecture(
@@ -123,6 +148,9 @@ LFM2 = Architecture(
     model=Llama,
     read=read,
     hf=_HF,
+    gguf_name="lfm2",
+    gguf=_GGUF,
+    gguf_settings=_gguf_settings,
 )
 LFM2_MOE = Architecture(
     name="lfm2_moe",
@@ -131,5 +159,8 @@ LFM2_MOE = Architecture(
     model=Llama,
     read=_read_moe,
     hf=_HF,
+    gguf_name="lfm2moe",
     experts=True,
+    gguf=_GGUF,
+    gguf_settings=_gguf_settings_of_moe,
 )

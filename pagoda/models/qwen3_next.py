@@ -12,7 +12,7 @@ from pagoda.layers.parameter import Part
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, DecoderConfig, Norm, QKNorm, read_decoder, read_experts
+from pagoda.models.decoder_config import FULL, RECURRENT, DecoderConfig, Norm, QKNorm, read_decoder, read_experts
 from pagoda.models.decoder_layers import AnyAttention, DecoderAttention, LlamaLayer
 from pagoda.models.llama import Llama
 from pagoda.models.mamba2 import mixer_names
@@ -23,7 +23,6 @@ from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
-_RECURRENT = "linear_attention"
 _BY_GROUP = (*("in_proj_qkvz",) * 4, *("in_proj_ba",) * 2)
 
 
@@ -104,13 +103,13 @@ def read_delta(
         attention_out_bias=with_bias,
     )
     every = config.integer("full_attention_interval", 4)
-    types = config.texts("layer_types") or [FULL if not (at + 1) % every else _RECURRENT for at in range(num_layers)]
-    if len(types) != num_layers or not {FULL, _RECURRENT}.issuperset(types):
-        raise config.wrong("layer_types", f"{num_layers} times {FULL} or {_RECURRENT}")
+    types = config.texts("layer_types") or [FULL if not (at + 1) % every else RECURRENT for at in range(num_layers)]
+    if len(types) != num_layers or not {FULL, RECURRENT}.issuperset(types):
+        raise config.wrong("layer_types", f"{num_layers} times {FULL} or {RECURRENT}")
     return DeltaConfig(
         **{field.name: getattr(changed, field.name) for field in fields(changed)},
         delta=_read_shape(config),
-        delta_layers=frozenset(index for index, kind in enumerate(types) if kind == _RECURRENT),
+        delta_layers=frozenset(index for index, kind in enumerate(types) if kind == RECURRENT),
         delta_names=names,
         alternates=alternates,
     )

@@ -44,6 +44,8 @@ _ARCHITECTURES = {
     "granite": gguf.MODEL_ARCH.GRANITE,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
 _FACTORS = {"factors": "rope_freqs", **{name: name for name in ("rope_factors_long", "rope_factors_short")}}
 _INTERLEAVED = ("llama", "arcee", "smollm3", "granite", "granitemoe")
@@ -86,12 +88,14 @@ def write_gguf(
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     for key, tensor in state.items():
-        is_router = key.endswith(("mlp.gate.weight", ".router.weight"))
+        is_router = key.endswith(("mlp.gate.weight", "feed_forward.gate.weight", ".router.weight"))
         stored_as = GGMLQuantizationType.F32
-        if key.endswith("e_score_correction_bias"):
+        if key.endswith(("e_score_correction_bias", "expert_bias")):
             writer.add_tensor(f"blk.{key.split('.')[2]}.exp_probs_b.bias", tensor.flatten().numpy())
             continue
-        if tensor.dim() > 1 and not is_router and not key.endswith("_bias"):
+        if ".conv.conv." in key:
+            tensor = tensor.squeeze(1)
+        elif tensor.dim() > 1 and not is_router and not key.endswith("_bias"):
             stored_as = kind(key) if callable(kind) else kind
         transposed = name == "gpt2" and tensor.dim() > 1 and ".c_" in key
         transposed |= name == "gpt-oss" and tensor.dim() == 3
@@ -136,9 +140,17 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(getattr(config, "n_inner", None) or config.intermediate_size)
+    inner_size = getattr(config, "n_inner", None) or config.intermediate_size
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        inner_size = -(-(2 * inner_size // 3) // config.block_multiple_of) * config.block_multiple_of
+    writer.add_feed_forward_length(inner_size)
     writer.add_head_count(config.num_attention_heads)
-    if hasattr(config, "num_key_value_heads"):
+    if config.model_type.startswith("lfm2"):
+        types = config.layer_types
+        writer.add_head_count_kv([config.num_key_value_heads if kind == "full_attention" else 0 for kind in types])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif hasattr(config, "num_key_value_heads"):
         writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -175,6 +187,13 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
         writer.add_expert_shared_count(config.moe_num_shared_experts)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if config.model_type == "lfm2_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "glm4_moe":
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_group_count(config.n_group)

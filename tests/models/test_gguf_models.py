@@ -67,6 +67,8 @@ CASES = [
     ("ernie4.5-moe", Kind.F16),
     ("glm4-moe", Kind.F16),
     ("minimax-m2", Kind.F16),
+    ("lfm2", Kind.Q8_0),
+    ("lfm2-moe", Kind.F16),
 ]
 
 

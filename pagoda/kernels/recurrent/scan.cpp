@@ -51,13 +51,12 @@ struct Slab {
     }
 
     // S = decay * S + key update^T, from one place to the other; given = query S of the result and, with NEXT,
-    // found = next S, both summed as `reduce` sums. Without, lines from `soon` on are prefetched, one per row.
+    // found = next S, both summed as `reduce` sums.
     template <bool NEXT>
     void advance(Place from, Place to, float decay, const float* key, const float* query, const float* next,
-                 int64_t rows, const float* soon, const Row& update, Row& given, Row& found) const {
+                 int64_t rows, const Row& update, Row& given, Row& found) const {
         f32x16 of_query[2][VECTORS] = {}, of_next[2][VECTORS] = {};
         auto row = [&](int64_t k, int half) {
-            if constexpr (!NEXT) __builtin_prefetch(soon + 16 * k, 0, 2);
             for (int i = 0; i < VECTORS; i++) {
                 f32x16 s = load_row(from.data + k * from.stride, i) * decay;
                 s = fma(splat(key[k]), update[i], s);
@@ -208,8 +207,6 @@ class Scan {
         int64_t column = slab * WIDTH, rows = p.key_dim();
         Slab<VECTORS, WHOLE> s = {static_cast<int>(std::min<int64_t>(16, p.value_dim() - column))};
         Place at = first == 0 ? before(row, head, slab) : after(row, head, slab, first);
-        // The state is read once before it is updated: meanwhile memory would have nothing to do.
-        const float* soon = DELTA ? p.state(row.before(), head + 1) : at.data;
         f32x16 update[VECTORS], given[VECTORS], found[VECTORS], value[VECTORS];
         if constexpr (DELTA) s.reduce(at, tile.keys, rows, found);
         for (int t = 0; t < count; t++) {
@@ -222,11 +219,10 @@ class Scan {
             Place to = after(row, head, slab, first + t + 1);
             const float *key = tile.keys + t * tile.stride, *query = tile.queries + t * tile.stride;
             if (DELTA && t + 1 < count)
-                s.template advance<true>(at, to, tile.decay[t], key, query, key + tile.stride, rows, nullptr, update,
-                                         given, found);
+                s.template advance<true>(at, to, tile.decay[t], key, query, key + tile.stride, rows, update, given,
+                                         found);
             else
-                s.template advance<false>(at, to, tile.decay[t], key, query, nullptr, rows, soon, update, given,
-                                          found);
+                s.template advance<false>(at, to, tile.decay[t], key, query, nullptr, rows, update, given, found);
             T* out = elements_of<T>(p.out) + token * p.out.stride + of_head;
             for (int i = 0; i < VECTORS; i++) {
                 f32x16 y = DELTA ? given[i] : fma(splat(p.d[head]), value[i], given[i]);
