@@ -118,6 +118,7 @@ _NAMES = (
 
 def _gguf_settings(config: ConfigReader) -> dict[str, object]:
     """Set what llama.cpp's files have in another form: the final size inside of MLPs; layers without KV heads."""
+    config.refuse("sliding_window")  # of every attention, in llama.cpp
     types = config.texts("layer_types") or ()
     return {
         "block_auto_adjust_ff_dim": False,

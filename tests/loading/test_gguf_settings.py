@@ -134,7 +134,7 @@ def test_every_setting_of_llama_cpp(empty: GGUFFile) -> None:
     layer_norms = {"bert", "command-r", "gpt2", "gptneox", "phi2", "stablelm", "starcoder2"}
     same_window = {"phi3", "starcoder2"}
     windows = {"exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2"}
-    optional = {"qwen2", "qwen3", "qwen3moe", "smollm3"}  # refused: there is no window
+    optional = {"qwen2", "qwen3", "qwen3moe", "smollm3", "lfm2", "lfm2moe"}  # refused: there is no window
     assert ignored.pop("use_parallel_residual") == {"stablelm"}  # its norms show it
     assert ignored == {
         "vocab_size": names,
@@ -143,7 +143,7 @@ def test_every_setting_of_llama_cpp(empty: GGUFFile) -> None:
         "pooling_type": names,
         "attention.layer_norm_epsilon": names - layer_norms,
         "attention.layer_norm_rms_epsilon": layer_norms,
-        "attention.sliding_window": names - windows - same_window,
+        "attention.sliding_window": names - windows - same_window - {"lfm2", "lfm2moe"},
         "attention.sliding_window_pattern": names - windows - optional,
         "rope.freq_base": {"bert", "gpt2"},
         "rope.scaling.finetuned": names - {"granite", "granitemoe"},
@@ -190,6 +190,8 @@ def test_layers_of_draft_heads_are_left_out(empty: GGUFFile) -> None:
         ("bert", {"attention.causal": True}, "bert.attention.causal = True is not supported"),
         ("granite", {"rope.scaling.finetuned": False}, "rope.scaling.finetuned = false is not supported with Granite"),
         ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func = 2 is not supported"),
+        ("lfm2", {"attention.sliding_window": 7}, "sliding_window = 7 is not supported"),
+        ("lfm2", {"attention.head_count_kv": np.array([0, 2, 1, 0])}, "attention.head_count_kv"),
         ("gemma3", {"rope.dimension_count": 12}, "gemma3.rope.dimension_count = 12 is not supported"),
         (
             "exaone4",

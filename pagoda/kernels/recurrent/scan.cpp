@@ -14,7 +14,7 @@ namespace {
 
 constexpr int TILE = 16;  // tokens
 // Vectors in a row of a slab: as many as leave registers for the sums over its rows. A decode reads memory faster in
-// longer rows, and fastest in whole ones; it has half of the sums.
+// longer rows, and fastest in whole ones; of the delta rule it has half of the sums.
 #if defined(PAGODA_AVX512)
 constexpr int MOST_VECTORS = 4, MOST_OF_DECODES = 8;
 #else
@@ -53,10 +53,10 @@ struct Slab {
     // S = decay * S + key update^T, from one place to the other; given = query S of the result and, with NEXT,
     // found = next S, both summed as `reduce` sums.
     template <bool NEXT>
-    void advance(Place from, Place to, float decay, const float* key, const float* query, const float* next,
+    __attribute__((always_inline)) void advance(Place from, Place to, float decay, const float* key, const float* query, const float* next,
                  int64_t rows, const Row& update, Row& given, Row& found) const {
         f32x16 of_query[2][VECTORS] = {}, of_next[2][VECTORS] = {};
-        auto row = [&](int64_t k, int half) {
+        auto row = [&](int64_t k, int half) __attribute__((always_inline)) {
             for (int i = 0; i < VECTORS; i++) {
                 f32x16 s = load_row(from.data + k * from.stride, i) * decay;
                 s = fma(splat(key[k]), update[i], s);
