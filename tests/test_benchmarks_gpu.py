@@ -291,3 +291,7 @@ def test_a_rehearsal_has_a_part_of_every_kind() -> None:
 def test_the_hosts_part_of_a_step_is_measured_with_a_made_up_device() -> None:
     found = measure(num_rows=3, num_steps=5)
     assert found["step_us"] >= found["worker_us"] > 0
+    for is_async in (False, True):  # on a CPU that is not this one's
+        found = measure(num_rows=3, num_steps=8, forward_s=0.001, is_async=is_async)
+        assert found["step_us"] > 1000
+        assert found["gap_us"] > 0
