@@ -10,6 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.core.events import Events, Routed
@@ -61,13 +63,11 @@ class Replicas(ClientOutputs):
         first = sizes[0]
         self._router.max_num_seqs = first.max_num_seqs or self._router.max_num_seqs
         self._router.max_num_batched_tokens = first.max_num_batched_tokens or self._router.max_num_batched_tokens
-        return wire.EngineSizes(
+        return msgspec.structs.replace(
+            first,
             max_model_len=min(one.max_model_len for one in sizes),
-            block_size=first.block_size,
             num_blocks=sum(one.num_blocks for one in sizes),
             num_host_blocks=sum(one.num_host_blocks for one in sizes),
-            max_num_seqs=first.max_num_seqs,
-            max_num_batched_tokens=first.max_num_batched_tokens,
         )
 
     def add_request(self, request: Request) -> None:
