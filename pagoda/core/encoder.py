@@ -171,11 +171,6 @@ class EncoderInputs:
         """Return where in `rows` the rows are that still need the encoder."""
         return np.flatnonzero(np.isin(rows, list(self._rows))).tolist() if self._rows else []
 
-    def num_before_media(self, rows: np.ndarray) -> int:
-        """Return how many of `rows` come before the first that still needs the encoder."""
-        where = self.where_media(rows)
-        return where[0] if where else len(rows)
-
     def plan_chunk(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> Chunk:
         """Return a chunk of `num_new` tokens, cut before the first item that finds no budget or no space.
 

@@ -53,7 +53,7 @@ def run_running(state: SchedulerState, plan: StepPlan) -> None:
 
 def _place_rows(state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> int:
     """Place the leading rows that need no encoder and find their blocks. Return how many rows that are."""
-    count = state.encoder.num_before_media(rows)
+    count = min(state.encoder.where_media(rows), default=len(rows))
     ends = start + num_new
     short = np.flatnonzero((num_new > 0) & (ends > state.kv.tables.reserved_until[rows]))
     short = short[short < count]

@@ -244,7 +244,7 @@ def _plan_mixed(state: SchedulerState, plan: StepPlan) -> None:
 def _plan_phased(state: SchedulerState, plan: StepPlan) -> None:
     if state.waiting.peek() and not state.swapped:
         admit_waiting(state, plan)
-    if plan.is_empty:
+    if not plan.num_scheduled:
         if state.batch.requests:
             run_running(state, plan)
         if state.swapped and not plan.preempted:

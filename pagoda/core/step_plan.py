@@ -64,10 +64,6 @@ class StepPlan:
         self.preempted: list[RequestState] = []
         self.forks: list[RowFork] = []
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.num_scheduled
-
     def place(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, total: int) -> None:
         """`rows` compute `num_new` tokens from `start` on (int32 [n] each), `total` in all."""
         self._placed.append((rows, start, num_new))
