@@ -47,7 +47,7 @@ class HashChain:
     hashes: one of 32 bytes per full block, in order.
     """
 
-    __slots__ = ("_block_bytes", "_block_size", "_embeds", "_embeds_end", "_hasher", "_media", "hashes")
+    __slots__ = ("_block_size", "_embeds", "_embeds_end", "_hasher", "_media", "hashes")
 
     def __init__(
         self,
@@ -59,46 +59,39 @@ class HashChain:
         self.hashes: list[bytes] = []
         self._hasher = hashlib.sha256(root)
         self._block_size = block_size
-        self._block_bytes = block_size * _TOKEN_BYTES
         self._media = media
         self._embeds = embeds
         self._embeds_end = 0 if embeds is None else embeds.end
 
     def extend(self, token_ids: np.ndarray, num_tokens: int) -> None:
         """Hash every full block among the first `num_tokens` of `token_ids` (int32, the whole sequence)."""
-        first = len(self.hashes)
-        last = num_tokens // self._block_size
-        if last <= first:
-            return
-        if self._media or first * self._block_size < self._embeds_end:
-            self._extend_with_inputs(token_ids, first, last)
-            return
-        data = token_ids[first * self._block_size : last * self._block_size].tobytes()
-        width = self._block_bytes
-        update, digest, append = self._hasher.update, self._hasher.digest, self.hashes.append
+        size, first = self._block_size, len(self.hashes)
+        data, width = token_ids[first * size : num_tokens // size * size].tobytes(), size * _TOKEN_BYTES
+        has_inputs = bool(self._media) or first * size < self._embeds_end
         for at in range(0, len(data), width):
-            update(data[at : at + width])
-            append(digest())
-
-    def _extend_with_inputs(self, token_ids: np.ndarray, first: int, last: int) -> None:
-        """Blocks that an item touches start a new hasher, keyed by what came before and by the items with their
-        offsets from the block's start; blocks with embeddings, by what came before, and the places in the block and
-        the bytes of the embeddings. Blocks before the first item thus keep the hashes they have without it."""
-        size = self._block_size
-        for block in range(first, last):
-            begin, end = block * size, (block + 1) * size
-            items = [
-                _sized(item.content_hash.encode(), str(item.offset - begin).encode())
-                for item in self._media
-                if item.overlaps(begin, end)
-            ]
-            if items:
-                self._hasher = hashlib.sha256(b"media" + _sized(self._hasher.digest(), *items))
-            if self._embeds is not None and (own := self._embeds.within(begin, end)):
-                given = own.positions.tobytes(), own.values.tobytes()
-                self._hasher = hashlib.sha256(b"embeds" + _sized(self._hasher.digest(), *given))
-            self._hasher.update(token_ids[begin:end].tobytes())
+            if has_inputs:
+                self._add_inputs((first + at // width) * size)
+            self._hasher.update(data[at : at + width])
             self.hashes.append(self._hasher.digest())
+
+    def _add_inputs(self, begin: int) -> None:
+        """Start a new hasher for the block that begins at `begin`, if it has other inputs than tokens.
+
+        If an item touches it, the hasher is keyed by what came before and by the items with their offsets from the
+        block's start; with embeddings, by what came before, and the places in the block and the bytes of the
+        embeddings. Blocks before the first item thus keep the hashes they have without it.
+        """
+        end = begin + self._block_size
+        items = [
+            _sized(item.content_hash.encode(), str(item.offset - begin).encode())
+            for item in self._media
+            if item.overlaps(begin, end)
+        ]
+        if items:
+            self._hasher = hashlib.sha256(b"media" + _sized(self._hasher.digest(), *items))
+        if self._embeds is not None and (own := self._embeds.within(begin, end)):
+            given = own.positions.tobytes(), own.values.tobytes()
+            self._hasher = hashlib.sha256(b"embeds" + _sized(self._hasher.digest(), *given))
 
     def fork(self) -> "HashChain":
         """Return a copy that can be extended on its own."""
