@@ -24,6 +24,7 @@ from pagoda.core.events import (
     Pinned,
     Preempted,
     Queued,
+    Routed,
     Swapped,
 )
 from pagoda.core.request import Reason
@@ -123,7 +124,7 @@ class ChromeTrace:
                 self._mark(track, "a row failed", now_us)
             case Queued() | Held():
                 pass  # a phase, without a mark
-            case Encoded() | Copied() | Pinned():
+            case Encoded() | Copied() | Pinned() | Routed():
                 pass  # small, and many
 
     def written(self, now_s: float) -> dict[str, Any]:
