@@ -97,7 +97,7 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 }
 
 // sums + the sums of two products of bytes of w, of at most 7 bits, and of x, in each of 32 halfwords.
-inline u32x16 add_in_halfwords(u32x16 sums, u32x16 w, u32x16 x) {
+inline u32x16 add_in_halfwords(u32x16 sums, [[maybe_unused]] u32x16 w, [[maybe_unused]] u32x16 x) {
 #if defined(PAGODA_AVX2)
     using Half = decltype(sums.low);
     auto half = [](Half sum, Half a, Half b) __attribute__((always_inline)) {

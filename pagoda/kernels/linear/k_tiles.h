@@ -16,6 +16,7 @@ struct KGroup {
     static constexpr int SUM_QUADS = IN_HALFWORDS ? HALFWORD_QUADS : QUADS;  // that add up before they are scaled
     static constexpr int64_t RECORD = quantized_record_bytes(KIND, SIZE), HEADER = header_bytes(KIND, SIZE);
     static constexpr int64_t SUB_BYTES = (RECORD - HEADER) / SUBS;  // of codes
+    static constexpr bool IN_EACH_QUAD = prefetches_of_32(FORM) == 8;  // prefetches; else in each second, and once before
     static_assert(!begins_below_zero(FORM, SUB) || HALFWORD_QUADS == QUADS, "only a sub-group's first sums begin below 0");
 };
 
@@ -137,7 +138,7 @@ template <int32_t KIND, bool UNPACKED, int ROWS, int SPAN>
 __attribute__((always_inline)) inline void add_quad(i32x16 (&dot)[ROWS][SPAN], const KColumns<KIND, SPAN>& w, int part,
                                                     int sub, int quad, const XPart<KIND>& x, Prefetch* prefetch) {
     using K = KGroup<KIND>;
-    if (prefetch != nullptr) prefetch->next();
+    if (prefetch != nullptr && (K::IN_EACH_QUAD || quad % 2 == 0)) prefetch->next();
     u32x16 of_w[SPAN];
 #pragma GCC unroll 8
     for (int s = 0; s < SPAN; s++) of_w[s] = w.template quad<UNPACKED>(s, part * K::PART_SUBS + sub, quad);
@@ -174,6 +175,7 @@ template <int32_t KIND, bool UNPACKED, int ROWS, int SPAN>
 __attribute__((always_inline)) inline void add_sub_group(i32x16 (&sums)[ROWS][SPAN], KColumns<KIND, SPAN>& w, int part,
                                                          int sub, const XPart<KIND>& x, Prefetch* prefetch) {
     using K = KGroup<KIND>;
+    if (prefetch != nullptr && !K::IN_EACH_QUAD) prefetch->next();
     u32x16 scale[SPAN];
     for (int s = 0; s < SPAN; s++) {
         u32x16& words = w.factors[s].scales[(part * K::PART_SUBS + sub) / 4];

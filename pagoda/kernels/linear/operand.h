@@ -32,7 +32,7 @@ inline int64_t row_bytes(const PackedLinear& w) {
 // How many times a tile of `rows` rows prefetches a line of what is next, for `count` elements along K.
 inline int64_t tile_steps(const PackedLinear& w, int64_t rows, int64_t count) {
     const WeightForm& form = WEIGHT_FORMS[w.kind];
-    if (is_quantized(w.kind)) return groups_of(w) * w.group * (form.sub_group != 0 ? 8 : form.bits) / 32;
+    if (is_quantized(w.kind)) return groups_of(w) * w.group * prefetches_of_32(form) / 32;
     return word_steps(w, count) * float_passes(static_cast<int>(rows));
 }
 

@@ -168,6 +168,10 @@ inline void end_stores_past_caches() {
 #endif
 }
 
+// How often a tile of codes prefetches two lines for 32 elements of a panel. Not much more than it has: a prefetch takes the
+// place of a load.
+constexpr int prefetches_of_32(const WeightForm& form) { return form.sub_group == 0 ? form.bits : form.bits == 4 ? 5 : 8; }
+
 // The panels that a tile prefetches, some bytes per step, so that they arrive while the tile computes instead of all at
 // once before the next tile.
 struct Prefetch {

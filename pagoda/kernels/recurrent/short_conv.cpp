@@ -62,7 +62,7 @@ void convolve(const ShortConvArgs& a, const StateRow& row, Range channels) {
                   channels.end - channels.begin,
                   a.weight.rows,
                   row.num_new,
-                  a.silu};
+                  a.silu != 0};
     run.compute();
     // The last block first: that of the first token may be the one that the row goes on from.
     for (int64_t block = row.last_block(); block >= row.first_block(); block--)
