@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 _MOST_POSITIONS = 1 << 26
-_MOST_EXPERTS = 4096
+MOST_EXPERTS = 4096
 _NO_EXPERTS = ExpertsConfig()
 _ACTIVATIONS = {
     "gelu": Activation.GELU,
@@ -175,7 +175,7 @@ def read_experts(config: ConfigReader, inner_size_key: str, renormalize: bool) -
     config.choice("hidden_act", ("silu", "swish"), "silu")
     # transformers accepts both names.
     count_key = "num_local_experts" if config.has("num_local_experts") else "num_experts"
-    num_experts, top_k = config.integer(count_key, most=_MOST_EXPERTS), config.integer("num_experts_per_tok")
+    num_experts, top_k = config.integer(count_key, most=MOST_EXPERTS), config.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise ConfigError(f"{config.origin}: num_experts_per_tok = {top_k} is more than {count_key} = {num_experts}")
     return ExpertsConfig(num_experts, top_k, config.integer(inner_size_key), renormalize)

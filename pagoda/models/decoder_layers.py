@@ -120,8 +120,12 @@ class SandwichLayer(LlamaLayer):
         x, residual = self.self_attn(ops, x, residual, batch, kv, last)
         x = self.post_attention_layernorm(ops, x)
         x, residual = self.pre_feedforward_layernorm.add(ops, x, residual)
-        x = self.mlp(ops, x)
+        x = self.feed_forward(ops, x, residual)
         return self.post_feedforward_layernorm(ops, x), residual
+
+    def feed_forward(self, ops: ForwardOps, x: Tensor, residual: Tensor) -> Tensor:
+        """x: the residual stream, normed."""
+        return self.mlp(ops, x)
 
 
 class PostNormLayer(LlamaLayer):

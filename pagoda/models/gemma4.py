@@ -11,6 +11,7 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.ranks import RankPlace
 from pagoda.layers.attention import Attention, Heads, SharedKVAttention
 from pagoda.layers.linear import Embedding, Linear
+from pagoda.layers.mlp import ExpertsConfig
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.parameter import Parameter, Part, Vector
 from pagoda.layers.rope_config import RopeConfig, RopeType
@@ -29,8 +30,8 @@ from pagoda.models.decoder_config import (
 )
 from pagoda.models.decoder_layers import DecoderAttention, SandwichLayer
 from pagoda.models.gemma3 import read_layer_rope
+from pagoda.models.gemma4_moe import NAMINGS, Gemma4Experts, read_gemma4_experts
 from pagoda.models.llama import Llama, LlamaModel
-from pagoda.models.naming import MULTIMODAL
 from pagoda.ops.batch import ForwardBatch, Input, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
@@ -65,7 +66,7 @@ class Gemma4Config(DecoderConfig):
 
     num_shared: layers at the end that attend to the K and V of the last layer of their kind before them.
     wide_shared: their MLPs are twice as wide.   input_size: of what each layer gets of the token, 0 for none.
-    input_vocab: tokens that have it.
+    input_vocab: tokens that have it.   layer_experts: next to the MLP of each layer, None for none.
     """
 
     full_heads: Heads
@@ -74,6 +75,7 @@ class Gemma4Config(DecoderConfig):
     wide_shared: bool = False
     input_size: int = 0
     input_vocab: int = 0
+    layer_experts: ExpertsConfig | None = None
 
     @property
     def num_own(self) -> int:
@@ -115,6 +117,7 @@ class Gemma4Layer(SandwichLayer):
             super().__init__(replace(config, spec=wide), index, rotary)
         else:
             super().__init__(config, index, rotary)
+        self.moe = None if config.layer_experts is None else Gemma4Experts(config, config.layer_experts)
         self.layer_scalar = Parameter[float](Vector(1, is_number=True))
         self.index, self.input_size, self.activation = index, config.input_size, config.activation
         self.per_layer_input_gate: Linear | None = None
@@ -160,6 +163,10 @@ class Gemma4Layer(SandwichLayer):
             x = self.post_per_layer_input_norm(ops, self.per_layer_projection(ops, ops.multiply(gate, given)))
         factor = self.layer_scalar.value
         return ops.scale(x, factor), ops.scale(residual, factor)
+
+    def feed_forward(self, ops: ForwardOps, x: Tensor, residual: Tensor) -> Tensor:
+        y = self.mlp(ops, x)
+        return y if self.moe is None else self.moe(ops, y, residual)
 
 
 class Gemma4Model(LlamaModel):
@@ -216,7 +223,6 @@ class Gemma4(Llama):
 
 def read(config: ConfigReader) -> Gemma4Config:
     config = config.text_settings().with_defaults(_DEFAULTS)
-    config.refuse("enable_moe_block")
     config.refuse("use_bidirectional_attention", "vision")  # which concerns the tokens of images alone
     max_position = config.integer("max_position_embeddings")
     types = read_layer_types(config, 6)
@@ -257,6 +263,7 @@ def read(config: ConfigReader) -> Gemma4Config:
         wide_shared=config.flag("use_double_wide_mlp", False),
         input_size=input_size,
         input_vocab=input_vocab,
+        layer_experts=read_gemma4_experts(config),
     )
 
 
@@ -316,9 +323,9 @@ def _read_full_rope(config: ConfigReader) -> RopeConfig:
 
 GEMMA4 = Architecture(
     name="gemma4",
-    title="Gemma 4 (dense)",
+    title="Gemma 4",
     hf_names=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model=Gemma4,
     read=read,
-    hf=MULTIMODAL,
+    hf=NAMINGS,
 )

@@ -484,6 +484,7 @@ class ForwardOps(Protocol):
         alpha=Scalar.F32,
         limit=Scalar.F32,
         activation=Scalar.I32,
+        factors=Table(F32, optional=True),
         out=like("x"),
     )
     def moe(
@@ -497,6 +498,7 @@ class ForwardOps(Protocol):
         alpha: float = 1.0,
         limit: float = 0.0,
         activation: Activation = Activation.SILU,
+        factors: Tensor | None = None,
     ) -> Tensor:
         """Route each token to its top_k experts and sum their MLPs by routing weight, [T, hidden] -> [T, hidden].
 
@@ -504,6 +506,7 @@ class ForwardOps(Protocol):
         [I, hidden].   down: E weights [hidden, I].
         A routing weight is the softmax over all experts, in float32; of equals the lower expert is chosen.
         renormalize: the chosen weights are divided by their sum (Mixtral; Qwen3-MoE where norm_topk_prob says so).
+        factors: of each expert's weights after that, float32 [E]; None for 1.
         An expert computes down(activation(gate(x)) * up(x)), without a gate down(activation(up(x))). With a limit
         (GPT-OSS), gate is at most that, up at most as far from 0, and it computes
         down(gate * sigmoid(alpha * gate) * (up + 1)). The weighted sum is in float32, the largest weight first, and

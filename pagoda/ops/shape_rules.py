@@ -153,6 +153,8 @@ def check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         )
     if not isinstance(top_k, int) or not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")
+    if shapes.get("factors", ()) not in ((), (experts,)):
+        raise ValueError(f"factors {shapes['factors']} are not one for each of {experts} experts")
 
 
 def check_grouped_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:

@@ -122,19 +122,22 @@ def test_experts_without_a_gate_equal_the_reference(
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("inner", [160, 49])
-def test_experts_with_another_gate_equal_the_reference(
+def test_experts_with_another_gate_and_factors_equal_the_reference(
     fast: Ops, reference: ReferenceOps, inner: int, dtype: torch.dtype
 ) -> None:
     x, router_logits = draw(37, 96).to(dtype), draw(37, 8, seed=1).to(dtype)
     gate_up, down = draw(8, 2 * inner, 96, seed=2) / 10, draw(8, 96, inner, seed=3) / 10
-    got, want, plain = (
-        ops.moe(
-            x, router_logits, experts_of(ops, gate_up, dtype), experts_of(ops, down, dtype), 3, True, activation=kind
-        )
-        for ops, kind in ((fast, Activation.GELU_TANH), (reference, Activation.GELU_TANH), (reference, Activation.SILU))
-    )
+
+    def run(ops: Ops, kind: Activation, factors: torch.Tensor | None) -> torch.Tensor:
+        weights = (experts_of(ops, each, dtype) for each in (gate_up, down))
+        return ops.moe(x, router_logits, *weights, 3, True, activation=kind, factors=factors)
+
+    factors = draw(8, seed=4).abs() + 0.2
+    want = run(reference, Activation.GELU_TANH, factors)
+    got = run(fast, Activation.GELU_TANH, factors)
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    assert (want - plain).abs().max() > 0.03
+    for other in (run(reference, Activation.SILU, factors), run(reference, Activation.GELU_TANH, None)):
+        assert (want - other).abs().max() > 0.03
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -320,6 +323,7 @@ def test_experts_that_do_not_fit_are_refused(native: NativeOps) -> None:
         ({"router_logits": draw(3, 5)}, "router logits"),
         ({"router_logits": draw(2, 4)}, "different numbers of rows"),
         ({"down": experts_of(native, draw(4, 48, 31), F32)}, "needs down"),
+        ({"factors": draw(3)}, "not one for each of 4 experts"),
         ({"gate_up": experts_of(native, draw(4, 64, 47), F32)}, "multiplies rows of 47"),
         ({"down": experts_of(native, draw(4, 48, 32), BF16)}, "of torch.bfloat16"),
     ):

@@ -133,8 +133,15 @@ void moe() {
     for (int64_t e = 0; e < EXPERTS; e++) up_at.push_back(&up[e]), down_at.push_back(&down[e]);
     ExpertStack gate_up{up_at.data(), EXPERTS}, downs{down_at.data(), EXPERTS};
     std::vector<float> x = drawn(TOKENS * HIDDEN, 3), router = drawn(TOKENS * EXPERTS, 4), one(x.size()), many(x.size());
-    MoeArgs args{rows(x.data(), TOKENS, 1, HIDDEN), rows(router.data(), TOKENS, 1, EXPERTS), &gate_up, &downs, 2, 1, 0.0f, 0.0f,
-                 rows(one.data(), TOKENS, 1, HIDDEN)};
+    MoeArgs args{};
+    args.x = rows(x.data(), TOKENS, 1, HIDDEN);
+    args.router_logits = rows(router.data(), TOKENS, 1, EXPERTS);
+    args.gate_up = &gate_up;
+    args.down = &downs;
+    args.top_k = 2;
+    args.renormalize = 1;
+    args.activation = ACTIVATION_SILU;
+    args.out = rows(one.data(), TOKENS, 1, HIDDEN);
     pagoda_moe(&args, 1);
     args.out.data = many.data();
     for (int i = 0; i < 5; i++) pagoda_moe(&args, 4);

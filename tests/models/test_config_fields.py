@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import transformers
-from transformers import PretrainedConfig, T5Config
+from transformers import Gemma4Config, PretrainedConfig, T5Config
 
 from pagoda.base.errors import ConfigError
 from pagoda.models.architecture import Architecture
@@ -51,7 +51,6 @@ WITHOUT_EFFECT: dict[str, str] = {
 """Fields without effect in every family, and in every section of a configuration."""
 
 _DERIVED = "follows from other fields"
-_NO_EXPERTS = "of experts, which are refused (enable_moe_block)"
 _OTHER_HEAD = "of a head that is not loaded"
 _GENERATION = "read from generation_config.json"
 _OF_TEXT = "that of the text model counts"
@@ -68,8 +67,6 @@ _T5 = {
 OF_FAMILY: dict[str, dict[str, str]] = {
     "gemma3": {"vision_config.vision_use_head": _OTHER_HEAD, "vision_config.dtype": _OF_TEXT},
     "gemma4": {
-        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), _NO_EXPERTS),
-        **{f"text_config.{key}": _NO_EXPERTS for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},
         **dict.fromkeys(("audio_config", "vision_config"), _TOWER),
     },
     "mistral4": {
@@ -156,6 +153,7 @@ def known_configs() -> dict[type[PretrainedConfig], list[dict[str, Any]]]:
             config = make()
             found[type(config)].append(settings_of(config))
     found[T5Config].append(settings_of(T5Config(decoder_start_token_id=0)))
+    found[Gemma4Config].append(settings_of(Gemma4Config(text_config=tiny.CONFIGS["gemma4-moe"]().to_dict())))
     return found
 
 

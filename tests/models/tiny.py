@@ -316,6 +316,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3-multimodal": _gemma3_multimodal,
     "gemma4": _gemma4,
     "gemma4-shared": lambda: _gemma4(**_GEMMA4_SHARED),
+    "gemma4-moe": lambda: _gemma4(enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=48),
     "olmo2": lambda: Olmo2Config(**_SHAPE),
     "olmo3": lambda: Olmo3Config(
         **{**_SHAPE, "num_hidden_layers": 4}, sliding_window=7, rope_parameters=_by_layer_type(_YARN_ROPE)

@@ -141,6 +141,8 @@ void route(const MoeArgs& a, const Groups* groups, int64_t first, int64_t tokens
                     route_token(logits, count, a.top_k, a.renormalize, weights, experts);
                 else
                     route_in_groups(logits, logits + count, count, a.top_k, a.renormalize, *groups, weights, experts);
+                if (a.factors.data != nullptr)
+                    for (int64_t k = 0; k < a.top_k; k++) weights[k] *= elements_of<const float>(a.factors)[experts[k]];
             }
         });
     });
@@ -268,6 +270,6 @@ PAGODA_EXPORT void pagoda_moe(const MoeArgs* a, int32_t threads) { run_blocks(*a
 
 PAGODA_EXPORT void pagoda_grouped_moe(const GroupedMoeArgs* a, int32_t threads) {
     Groups groups{elements_of<const float>(a->bias), a->sigmoid != 0, a->groups, a->top_groups, a->best, a->factor};
-    run_blocks({a->x, a->router_logits, a->gate_up, a->down, a->top_k, a->renormalize, 1.0f, 0.0f, a->activation, a->out},
+    run_blocks({a->x, a->router_logits, a->gate_up, a->down, a->top_k, a->renormalize, 1.0f, 0.0f, a->activation, {}, a->out},
                &groups, threads);
 }

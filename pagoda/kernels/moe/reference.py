@@ -68,9 +68,12 @@ def moe_by(
     alpha: float = 1.0,
     limit: float = 0.0,
     activation: Activation = Activation.SILU,
+    factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `ForwardOps.moe`."""
-    return sum_of_experts(x, *route(router_logits, top_k, renormalize), gate_up, down, activation, alpha, limit)
+    experts, weights = route(router_logits, top_k, renormalize)
+    weights = weights if factors is None else weights * factors[experts]
+    return sum_of_experts(x, experts, weights, gate_up, down, activation, alpha, limit)
 
 
 def grouped_moe_by(

@@ -144,10 +144,12 @@ class TritonMoE:
         alpha: float = 1.0,
         limit: float = 0.0,
         activation: Activation = Activation.SILU,
+        factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See reference.moe."""
-        chosen = route(router_logits, top_k, renormalize)
-        return self.sum_of_experts(x, *chosen, gate_up, down, activation, alpha, limit)
+        experts, weights = route(router_logits, top_k, renormalize)
+        weights = weights if factors is None else weights * factors[experts]
+        return self.sum_of_experts(x, experts, weights, gate_up, down, activation, alpha, limit)
 
     def sum_of_experts(
         self,

@@ -1,0 +1,71 @@
+"""The experts of a Gemma 4, next to the MLP in each layer: a router with a norm, and a factor of each expert."""
+
+from dataclasses import replace
+
+from pagoda.layers.linear import Linear
+from pagoda.layers.mlp import ExpertsConfig, StackedExperts
+from pagoda.layers.module import Module
+from pagoda.layers.parameter import Parameter, Vector
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import MOST_EXPERTS, DecoderConfig
+from pagoda.models.naming import MULTIMODAL
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import RankGroup, Tensor
+
+
+class Gemma4Experts(Module):
+    """The sum of a normed MLP's output and that of the experts, which compute from the stream that the MLP normed."""
+
+    def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
+        size = config.spec.hidden_size
+        self.scale = Parameter[Tensor](Vector(size))
+        self.proj = Linear(size, experts.num_experts, quantizable=False)
+        self.per_expert_scale = Parameter[Tensor](Vector(experts.num_experts, is_float32=True))
+        self.pre_feedforward_layernorm_2 = config.norm()
+        self.experts = StackedExperts(size, experts)
+        self.post_feedforward_layernorm_1 = config.norm()
+        self.post_feedforward_layernorm_2 = config.norm()
+        self.config, self.activation = experts, config.activation
+        self.norm_eps, self.logit_scale = config.norm_eps, size**-0.5
+        self.ranks: RankGroup | None = None
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """See MoE."""
+        self.ranks = ranks
+
+    def __call__(self, ops: ForwardOps, mlp: Tensor, stream: Tensor) -> Tensor:
+        """mlp, stream [T, hidden] -> the same shape."""
+        config = self.config
+        routed = ops.rms_norm(stream, self.scale.value, self.norm_eps)
+        y = ops.moe(
+            self.pre_feedforward_layernorm_2(ops, stream),
+            ops.scale(ops.logits(routed, self.proj.weight.value), self.logit_scale),
+            self.experts.gate_up.weight.value,
+            self.experts.down.weight.value,
+            config.top_k,
+            config.renormalize,
+            activation=self.activation,
+            factors=self.per_expert_scale.value,
+        )
+        y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
+        return ops.add(self.post_feedforward_layernorm_1(ops, mlp), self.post_feedforward_layernorm_2(ops, y))
+
+
+def read_gemma4_experts(config: ConfigReader) -> ExpertsConfig | None:
+    """Read the experts, None where there are none. Raises ConfigError."""
+    if not config.flag("enable_moe_block", False):
+        return None
+    num_experts, top_k = config.integer("num_experts", most=MOST_EXPERTS), config.integer("top_k_experts")
+    if top_k > num_experts:
+        raise config.wrong("top_k_experts", f"at most num_experts = {num_experts}")
+    return ExpertsConfig(num_experts, top_k, config.integer("moe_intermediate_size"), renormalize=True)
+
+
+_NAMES = (
+    (r"\.moe\.(scale|per_expert_scale)$", r".router.\1"),
+    (r"\.moe\.proj\.", ".router.proj."),
+    (r"\.moe\.experts\.(\d+)\.(gate|up)_proj\.weight$", r".experts.gate_up_proj[\1]"),
+    (r"\.moe\.experts\.(\d+)\.down_proj\.weight$", r".experts.down_proj[\1]"),
+    (r"\.moe\.", "."),
+)
+NAMINGS = tuple(replace(naming, substitutions=(*_NAMES, *naming.substitutions)) for naming in MULTIMODAL)
