@@ -19,20 +19,15 @@ def finish_plan(state: SchedulerState, plan: StepPlan) -> SchedulerOutput:
     else:
         plan.at, plan.ends = plan.rows.astype(np.intp), plan.start + plan.num_new
         state.table.advance(plan.at, plan.ends, plan.num_new)
-        _find_samples(state, plan)
+        # A row samples when its chunk reaches the end of its known tokens.
+        reaches = (plan.ends >= state.table.num_known(plan.at)) & ~state.table.is_pooled[plan.at]
+        plan.sample_index = reaches.nonzero()[0].astype(np.int32)
+        plan.sample_rows = plan.rows[plan.sample_index]
         has_entered = any(kind is not AdmitKind.SWAPPED_IN for kind, _ in plan.entering.values())
         _fork_and_join(state, plan)
         plan.has_prompts = state.batch.note_progress(plan) or has_entered
     state.table.expect_tokens(plan.sample_rows, plan.drafts)
     return _build_output(state, plan)
-
-
-def _find_samples(state: SchedulerState, plan: StepPlan) -> None:
-    """A row samples when its chunk reaches the end of its known tokens."""
-    table, rows = state.table, plan.at
-    reaches = (plan.ends >= table.num_known(rows)) & ~table.is_pooled[rows]
-    plan.sample_index = reaches.nonzero()[0].astype(np.int32)
-    plan.sample_rows = plan.rows[plan.sample_index]
 
 
 def _fork_and_join(state: SchedulerState, plan: StepPlan) -> None:

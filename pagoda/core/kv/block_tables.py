@@ -295,13 +295,9 @@ class BlockTables:
         num_computed, found = int(self._table.num_computed[row]), list[tuple[KVGroup, int]]()
         for group in self.growing:
             index = num_computed // group.block_size
-            if num_computed % group.block_size and self.num_references(group, row, index) > 1:
+            if num_computed % group.block_size and self.pools.ref_count[self.entries[group.index][row, index]] > 1:
                 found.append((group, index))
         return found
-
-    def num_references(self, group: KVGroup, row: int, index: int) -> int:
-        """Return how many table entries name the block at `index` of the row's table."""
-        return int(self.pools.ref_count[self.entries[group.index][row, index]])
 
     def _copy_on_write(self, row: int, group: KVGroup, index: int) -> None:
         source = int(self.entries[group.index][row, index])
