@@ -226,9 +226,9 @@ class RunningBatch:
         if self._async and (ends >= limits).any():
             return False  # the token in flight finishes a row: do not schedule it again
         spare = self._tables.reserved_until[rows] - ends
-        short = spare < 0
-        if short.any():
-            if self._tables.allocate_slots(rows[short], ends[short]) < np.count_nonzero(short):
+        short = (spare < 0).nonzero()[0]
+        if len(short):
+            if self._tables.allocate_slots(rows[short], ends[short]) < len(short):
                 return False  # those that come first have their blocks
             spare = self._tables.reserved_until[rows] - ends
         self._steps_until_reserve = int(spare.min())
