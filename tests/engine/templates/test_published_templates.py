@@ -181,6 +181,7 @@ def test_prompts_are_those_of_transformers(
         ("Apertus-8B-Instruct", "apertus"),
         ("GLM-4.6", "glm"),
         ("Qwen3-Coder", "qwen3_coder"),
+        ("Qwen3.5-4B", "qwen3_coder"),
     ],
 )
 def test_a_call_that_a_template_writes_is_read(
