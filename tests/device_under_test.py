@@ -9,7 +9,7 @@ import torch
 
 from pagoda.kernels.low_rank.table import FillableLowRank, LowRankPiece
 from pagoda.kernels.ops import Ops
-from pagoda.kernels.sampling.logprobs import LogprobTensors
+from pagoda.kernels.sampling.reference import LogprobTensors
 from pagoda.kernels.select import select_ops
 from pagoda.worker.devices import Device
 from pagoda.worker.devices.cpu import CpuDevice

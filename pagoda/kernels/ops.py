@@ -16,7 +16,7 @@ from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear.quantize import CodedWeight
 from pagoda.kernels.low_rank.table import FillableLowRank
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.kernels.sampling.logprobs import LogprobTensors
+from pagoda.kernels.sampling.reference import LogprobTensors
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 

@@ -16,10 +16,9 @@ from pagoda.kernels.linear.quantize import CodedWeight
 from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.checks import check_below
-from pagoda.kernels.sampling import logprobs
 from pagoda.kernels.sampling import reference as sampling
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.kernels.sampling.finite import without_nonfinite
+from pagoda.kernels.sampling.reference import without_nonfinite
 from pagoda.ops.declare import Op, Rows
 from pagoda.ops.forward import FORWARD_OPS
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, Tensor
@@ -73,7 +72,7 @@ class ReferenceOps:
 
     constrain = staticmethod(constraints.constrain)
     make_device_blocks = DeviceBlocks
-    top_logprobs = staticmethod(logprobs.top_logprobs)
+    top_logprobs = staticmethod(sampling.top_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
     make_low_rank_table = PlainLowRank
 

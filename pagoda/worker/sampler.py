@@ -17,7 +17,7 @@ from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
 from pagoda.kernels.constraints.timestamps import TimestampRow, constrain_timestamps
 from pagoda.kernels.ops import SamplingOps
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.kernels.sampling.logprobs import LogprobTensors
+from pagoda.kernels.sampling.reference import LogprobTensors
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
 from pagoda.worker.forward_runner import ForwardRunner

@@ -8,7 +8,7 @@ import torch
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
-from pagoda.kernels.sampling import library, logprobs, reference
+from pagoda.kernels.sampling import library, reference
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.native import NativeSampling
 from tests.kernels.test_sampling import KINDS, columns, random_draws
@@ -116,7 +116,7 @@ def test_top_logprobs(sampling: NativeSampling, vocab: int, k: int) -> None:
     logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(0)) * 5
     logits[1, 1:] = -torch.inf
     chosen = torch.arange(9) % vocab
-    got, want = sampling.top_logprobs(logits, chosen, k), logprobs.top_logprobs(logits, chosen, k)
+    got, want = sampling.top_logprobs(logits, chosen, k), reference.top_logprobs(logits, chosen, k)
     assert got.ranks.equal(want.ranks)
     torch.testing.assert_close(got.logprobs, want.logprobs, atol=1e-5, rtol=1e-5)
     finite = want.logprobs.isfinite()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagoda.kernels.moe.reference import route
-from pagoda.kernels.sampling import logprobs
+from pagoda.kernels.sampling import reference
 from tests.device_under_test import CarriedOps, DeviceUnderTest
 from tests.kernels.test_bidirectional import BF16, attend, rows_of
 
@@ -23,7 +23,7 @@ def test_top_logprobs(triton_ops: Any, device_under_test: DeviceUnderTest, vocab
     logits[1, 1:] = -torch.inf
     logits[2] -= 1000
     chosen = torch.arange(9) % vocab
-    want = logprobs.top_logprobs(logits, chosen, k)
+    want = reference.top_logprobs(logits, chosen, k)
     logits, chosen = logits.to(device_under_test.device), chosen.to(device_under_test.device)
     got = triton_ops.top_logprobs(logits, chosen, k)
     assert got.ranks.cpu().equal(want.ranks)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.kernels.sampling.finite import without_nonfinite
+from pagoda.kernels.sampling.reference import without_nonfinite
 
 _CHUNK = 128  # vocabulary entries summed at a time when looking for the token that u points at
 _FIRST_CANDIDATES = 128

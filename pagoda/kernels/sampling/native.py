@@ -7,8 +7,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native.checks import check_logits
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.kernels.sampling.finite import without_nonfinite
-from pagoda.kernels.sampling.logprobs import LogprobTensors
+from pagoda.kernels.sampling.reference import LogprobTensors, without_nonfinite
 
 
 class NativeSampling:
@@ -73,7 +72,7 @@ class NativeSampling:
         )  # fmt: skip
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
-        """See logprobs.top_logprobs; among equals the lower id comes first."""
+        """See reference.top_logprobs; among equals the lower id comes first."""
         check_logits(logits)
         rows, vocab = logits.shape
         k = min(k, vocab)

@@ -13,6 +13,8 @@ u depends only on (seed, position of the token in its sequence), so neither the 
 preemption, nor a draft that was verified at this position can change the token.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -21,6 +23,15 @@ from pagoda.kernels.sampling.draw_params import DrawParams
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobTensors:
+    """LogprobColumns where they were computed.   token_ids, logprobs: int32, float32 [n, 1 + k].   ranks: int32 [n]."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -85,6 +96,38 @@ def process_logits(logits: torch.Tensor, params: DrawParams) -> None:
         processed = np.full(len(row), -np.inf)
         processed[kept] = row[kept] / temperature
         logits[i] = torch.from_numpy(processed).float()
+
+
+def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
+    """Log-softmax of the chosen token and of the k best (k may be 0), with the chosen one's rank.
+
+    logits: float32 [n, V].   chosen: int64 [n].   Which ids are reported among equals of the k-th best is not defined.
+    """
+    ids = chosen.unsqueeze(1)
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, ids)
+    ranks = (logits > own).sum(-1) + 1
+    best, best_ids = logits.topk(min(k, logits.shape[1]), dim=-1)
+    return LogprobTensors(
+        token_ids=torch.cat([ids, best_ids], 1).int(),
+        logprobs=torch.cat([own, best], 1) - normaliser,
+        ranks=ranks.int(),
+    )
+
+
+def without_nonfinite(
+    logits: torch.Tensor, best: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Return logits float32 [S, V] and best (see SamplingOps.best_tokens) with zeros for rows that are not finite.
+
+    Draws of such rows fail, but the arithmetic of sampling must not meet them. The arguments themselves where all rows
+    are finite. Waits for the device.
+    """
+    finite = best[0].isfinite()
+    if bool(finite.all()):
+        return logits, best
+    values, ids = torch.where(finite, best[0], 0.0), torch.where(finite, best[1], 0)
+    return torch.where(finite.unsqueeze(1), logits, 0.0), (values, ids)
 
 
 def _sample_row(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:

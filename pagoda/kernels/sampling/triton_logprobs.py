@@ -6,7 +6,7 @@ torch's own sum over the vocabulary, and which of equal logits its `topk` takes,
 import torch
 import triton.language as tl
 
-from pagoda.kernels.sampling.logprobs import LogprobTensors
+from pagoda.kernels.sampling.reference import LogprobTensors
 from pagoda.kernels.triton_support import jit, jit_for_any
 
 _BLOCK = 2048
@@ -61,7 +61,7 @@ def _best_ids(logits, stride, vocab, best, ids, k, BLOCK: tl.constexpr):
 
 
 def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
-    """See logprobs.top_logprobs; among equals the lower id comes first."""
+    """See reference.top_logprobs; among equals the lower id comes first."""
     (rows, vocab), device = logits.shape, logits.device
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids = chosen.unsqueeze(1)
