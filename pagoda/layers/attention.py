@@ -112,7 +112,8 @@ class Attention(Module):
         """Attend with some heads. Ranks share KV heads if there are fewer of them; each keeps its own in the cache."""
         matrix, dim = self.qkv.weight.declared, self.heads.dim
         assert isinstance(matrix, Matrix)
-        q, k = (rows_of(matrix.parts[at], ranks.rank, ranks.size) for at in (0, -2))
+        at_k = max(1, len(matrix.parts) - 2)  # there may be a gate before it, and no v after it
+        q, k = (rows_of(matrix.parts[at], ranks.rank, ranks.size) for at in (0, at_k))
         self.heads = Heads(len(q) // dim, len(k) // dim, dim)
         self.first_head = q.start // dim
         if matrix.shard is None:
