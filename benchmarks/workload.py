@@ -85,6 +85,7 @@ def chat(draw: Draw) -> list[Row]:
 WORKLOADS: dict[str, Callable[[Draw], list[Row]]] = {
     "offline64": lambda draw: offline(draw, 64),
     "offline256": lambda draw: offline(draw, 256),
+    "offline1024": lambda draw: offline(draw, 1024),
     "single": single,
     "prefix64": shared_prefix,
     "longmix": long_among_short,

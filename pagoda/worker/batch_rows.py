@@ -17,6 +17,7 @@ from pagoda.worker.table_mirror import TableMirror
 
 _SHORTEST_CONTEXT = 1024  # tokens: shorter contexts share a graph
 _MOST_TOKENS = 512
+_MOST_CHUNK_TOKENS = 1024  # of a step with parts of prompts: a GPU computes more for longer than a host launches
 _TOKEN_BYTES = 256  # per token of a padded step, not counting its slots and block tables
 _SPARE_BYTES = 4096
 
@@ -24,7 +25,7 @@ _SPARE_BYTES = 4096
 class PaddedSize(NamedTuple):
     """The size to which a step is padded.
 
-    max_query_len: most new tokens of a row.   context: tokens of the longest sequence.
+    max_query_len: no row has more new tokens.   context: tokens of the longest sequence.
     """
 
     num_tokens: int
@@ -32,14 +33,19 @@ class PaddedSize(NamedTuple):
     max_query_len: int
     context: int
 
+    @property
+    def gives_all_logits(self) -> bool:
+        """Whether every token gives logits: of many tokens of a prompt, they would take much memory for nothing."""
+        return self.max_query_len == 1
+
 
 class Padding:
-    """Which steps are padded, and to which size: those of few tokens per row."""
+    """Which steps are padded, and to which size: those of few tokens."""
 
     def __init__(self, max_rows: int, max_model_len: int, max_query_len: int = 1) -> None:
         """max_rows: of the scheduler's table.   max_model_len: longest sequence, with positions past its end.
 
-        max_query_len: most new tokens of a row in steps that are padded: one and its drafts.
+        max_query_len: most new tokens of a row that is no part of a prompt: one and its drafts.
         """
         most = max_rows * max_query_len
         self._most_tokens = min(max(padded_rows(most), padded_tokens(most)), _MOST_TOKENS)
@@ -51,22 +57,32 @@ class Padding:
 
         max_query_len: most new tokens of a row.   seq_len: tokens of the longest sequence.
         """
-        if max_query_len > self._max_query_len or num_tokens > self._most_tokens:
+        has_chunks = max_query_len > self._max_query_len
+        if num_tokens > (_MOST_CHUNK_TOKENS if has_chunks else self._most_tokens):
             return None
         context = padded_context(seq_len, self._longest)
         if max_query_len == 1:
             padded = padded_rows(num_tokens)
             return PaddedSize(padded, padded, 1, context)
         padded = padded_tokens(num_tokens)
-        per_row = min(_power_of_two(max_query_len), self._max_query_len)
         # Padding tokens belong to padding rows, which are as long as any row may be.
-        num_padding_rows = -(-(padded - num_tokens) // per_row)
-        return PaddedSize(padded, min(_power_of_two(num_rows + num_padding_rows), padded), per_row, context)
+        if has_chunks:
+            per_row = min(padded, self._longest)
+            most_rows = _power_of_two(num_rows) + max(1, -(-(padded - num_tokens) // per_row))
+        else:
+            per_row = min(_power_of_two(max_query_len), self._max_query_len)
+            most_rows = _power_of_two(num_rows + -(-(padded - num_tokens) // per_row))
+        return PaddedSize(padded, min(most_rows, padded), per_row, context)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the largest step that is padded, if it has parts of prompts."""
+        return max(self._most_tokens, _MOST_CHUNK_TOKENS)
 
     def num_bytes(self, block_size: int, num_groups: int) -> int:
         """Return the bytes that the inputs of the largest step take."""
         of_group = 4 * -(-self._longest // block_size) + 8
-        return self._most_tokens * (_TOKEN_BYTES + num_groups * of_group) + _SPARE_BYTES
+        return self.most_tokens * (_TOKEN_BYTES + num_groups * of_group) + _SPARE_BYTES
 
 
 def padded_rows(count: int) -> int:

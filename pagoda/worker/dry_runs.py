@@ -57,10 +57,14 @@ class LargestSteps:
             left -= num_new[-1]
         return self._step([0] * len(num_new), num_new)
 
-    def mixed(self) -> SchedulerOutput:
-        """Return a step of the longest chunk that ends a prompt, next to as many decodes as there can be."""
-        num_decodes = min(self.max_rows - 1, self.max_tokens // 2)
-        chunk = min(self.max_len, self.max_tokens - num_decodes)
+    def mixed(self, most_tokens: int | None = None) -> SchedulerOutput:
+        """Return a step of the longest chunk that ends a prompt, next to as many decodes as there can be.
+
+        most_tokens: of the step, if it is not to have as many as there can be.
+        """
+        num_tokens = self.max_tokens if most_tokens is None else min(self.max_tokens, most_tokens)
+        num_decodes = min(self.max_rows - 1, num_tokens // 2)
+        chunk = min(self.max_len, num_tokens - num_decodes)
         return self._step([self.max_len - 1] * num_decodes + [self.max_len - chunk], [1] * num_decodes + [chunk])
 
     def decodes(self, num_rows: int, num_drafts: int | None = None) -> SchedulerOutput:

@@ -107,7 +107,10 @@ class ForwardRunner:
         """Compute a batch, and write the K and V of all its tokens to `kv`.   size: to which it is padded."""
         results = None
         if self.recorder is not None:
-            results = self.recorder.run(self._compute, batch, kv, size)
+            has_head = size is None or size.gives_all_logits
+            results = self.recorder.run(self._compute if has_head else self._hidden, batch, kv, size)
+            if results is not None and not has_head:
+                results = cast(_Results, (*results, *self._logits(cast(ForwardOps, self.ops), batch, results[0])))
         return self.run_op_by_op(batch, kv) if results is None else Computed(*results)
 
     def run_op_by_op(self, batch: ForwardBatch, kv: Sequence[KVLayer], ops: object = None) -> Computed:
@@ -115,12 +118,19 @@ class ForwardRunner:
         return Computed(*cast(_Results, self._compute(cast(ForwardOps, ops or self.ops), batch, kv)))
 
     def _compute(self, ops: ForwardOps, batch: AnyBatch, kv: Sequence[AnyKVLayer]) -> tuple[Tensor, ...]:
-        hidden = self.model.forward(adapted_to(ops, self._tables, batch), batch, kv)
+        (hidden,) = self._hidden(ops, batch, kv)
+        return hidden, *self._logits(ops, batch, hidden)
+
+    def _hidden(self, ops: ForwardOps, batch: AnyBatch, kv: Sequence[AnyKVLayer]) -> tuple[Tensor, ...]:
+        return (self.model.forward(adapted_to(ops, self._tables, batch), batch, kv),)
+
+    def _logits(self, ops: ForwardOps, batch: AnyBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the logits of a batch, if it has any."""
         if not self.model.generates or not batch.logits_index.shape[0]:
-            return (hidden,)
+            return ()
         given = batch.inputs.get(LOGITS_ADAPTERS)
         head_ops = self._adapted(ops, None if given is None else given.tensor)
-        return hidden, self.model.compute_logits(head_ops, ops.select_rows(hidden, batch.logits_index))
+        return (self.model.compute_logits(head_ops, ops.select_rows(hidden, batch.logits_index)),)
 
     def states_of(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that prompt log-probabilities, then pooled rows, need: [num_states, hidden].
@@ -235,7 +245,8 @@ class _GraphKey(NamedTuple):
 class Graphs:
     """Runs padded batches as graphs, so that the host launches one thing, not hundreds.
 
-    In these steps each row has few new tokens: decodes, drafts to verify, ends of prompts, drafts of the first layers.
+    These steps have few tokens: decodes, drafts to verify, drafts of the first layers, short prompts and short parts of
+    long ones next to all of these. Where not every token gives logits, the head is computed after the graph.
     Steps whose rows share a prefix that is attended to once have graphs of their own, and so have steps with adapters;
     these are captured again when an adapter has made a table of weights move.
     Graphs read a step's inputs where its one copy to the device puts them, so that nothing is copied again.

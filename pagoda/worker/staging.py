@@ -62,7 +62,8 @@ class StepInputs:
     """One step, ready to run. A *draw* is one token to sample: one per sample row, plus one per draft of the row.
 
     batch: the model's input; its logits_index has the draws' tokens, as indices into the batch's tail.
-    size: to which the batch is padded, with logits_index as long as its tokens; None: it is not padded.
+    size: to which the batch is padded, with logits_index as long as its tokens if all give logits; None: it is not
+        padded.
     draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
     draw_logits: int64 [num_draws], the logits of each draw, or None if draw i reads logits i (no fork shares any).
     draw_index: `draw_rows` on the device, int64.   draw_params: None if all draws are greedy.
@@ -120,8 +121,8 @@ class StagingBatch:
     ) -> StepInputs:
         """Return the step's inputs. `output` must not be empty and must have been applied to `table`.
 
-        Everything is moved to the device in one copy, for which the host does not wait. A step of few tokens per row is
-        padded if it has neither prompt embeddings nor forks, and its model neither token types nor cross attention nor
+        Everything is moved to the device in one copy, for which the host does not wait. A step of few tokens is padded
+        if it has neither prompt embeddings nor forks, and its model neither token types nor cross attention nor
         positions of several kinds.
         adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
         pooling: which hidden states pooled rows need.   embeds: prompt embeddings among the step's tokens.
@@ -165,8 +166,12 @@ class StagingBatch:
             further = np.arange(size.num_tokens - num_tokens, dtype=np.int32) % size.max_query_len
             token_ids, positions = _with_zeros(token_ids, size.num_tokens), np.concatenate([positions, further])
             slots = [_with_zeros(of_group, size.num_tokens) for of_group in slots]
-            logits_index = _with_zeros(logits_index, size.num_tokens)
-            named = {name: _with_zeros(array, size.num_tokens) for name, array in named.items()}
+            if size.gives_all_logits:
+                logits_index = _with_zeros(logits_index, size.num_tokens)
+            named = {
+                name: _with_zeros(array, len(logits_index) if name == LOGITS_ADAPTERS else size.num_tokens)
+                for name, array in named.items()
+            }
         if tail_index is None:
             tail_index = np.arange(len(positions))
         cross = CrossRows.of(table, token_rows, states, block_size) if table.cross_groups else None
@@ -178,11 +183,11 @@ class StagingBatch:
         # What the forward reads comes first: in all padded steps of a size, it is at the same addresses.
         of_tokens, of_slots, of_rows, of_tail, of_named, of_params, *others = self._move(
             [
-                [token_ids, at, tail_index, logits_index],
+                [token_ids, at, tail_index],
                 slots,
                 rows.arrays,
                 [] if tail is rows else tail.arrays,
-                list(named.values()),
+                [*named.values(), logits_index],  # those of logits last: a graph may leave them out
                 [] if params is None else params.columns,
                 [draw_rows.astype(np.int64), *([] if draw_logits is None else [draw_logits])],
                 [states_index, *states_adapters],
@@ -203,7 +208,8 @@ class StagingBatch:
             metadata = cross.among(metadata, groups, of_cross)
             tail_metadata = metadata if is_all else cross_tail.among(tail_metadata, groups, of_cross_tail)
         inputs = {
-            name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS)) for name, tensor in zip(named, of_named, strict=True)
+            name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS))
+            for name, tensor in zip(named, of_named, strict=False)
         }
         if embeds is not None:
             inputs[EMBEDS] = Input(embeds.values, Domain.EMBEDS)
@@ -215,7 +221,7 @@ class StagingBatch:
                 of_tokens[1],
                 metadata,
                 Tail(of_tokens[2], tail_metadata),
-                of_tokens[3],
+                of_named[-1],
                 inputs,
                 num_layers,
             ),

@@ -134,9 +134,10 @@ class Worker:
         padding = forward.staging.padding
         if padding is None:
             return
-        for num_rows, num_drafts in largest_graphs(steps, padding):
+        largest = [steps.decodes(num_rows, num_drafts) for num_rows, num_drafts in largest_graphs(steps, padding)]
+        for step in (*largest, steps.mixed(padding.most_tokens)):
             for _ in range(2):
-                runs.run(steps.decodes(num_rows, num_drafts))
+                runs.run(step)
 
     def set_pools(self, num_blocks: int, num_host_blocks: int, num_states: int = 0, num_host_states: int = 0) -> None:
         """Allocate the KV pools, and warm up. Raises CapacityError if they do not fit."""

@@ -121,6 +121,22 @@ def test_graphs(gpu: SimulatedGpu, tmp_path: Path) -> None:
     assert gpu.num_replays > 3
 
 
+def test_graphs_of_steps_with_prompts(gpu: SimulatedGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Prompts, alone and next to decodes: their steps have graphs, too, and the same bits."""
+    model = write_tiny_llama(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2)
+    watched = [Watched(list(range(5 + i, 11 + i + i % 2)), params, 10 * i) for i in range(5)]
+    script = Script(watched, [0, 1, 3, 4, 6], {}, set())
+    options: dict[str, object] = {"num_blocks": 40, "kernels": "triton", "batch_invariant": True}
+    on_cpu, _ = played(model, script, {"num_blocks": 40}, "cpu")
+    with caplog.at_level(logging.DEBUG, "pagoda"):
+        on_gpu, _ = played(model, script, options, "cuda")
+    assert on_gpu.tokens == on_cpu.tokens
+    captured = [record.getMessage() for record in caplog.records if record.msg.startswith("captured a graph")]
+    assert any("max_query_len=8" in message for message in captured), captured
+    assert not any("no graph could be captured" in record.getMessage() for record in caplog.records)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "layer_skip"])
 def test_graphs_of_drafts(gpu: SimulatedGpu, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A decode step of every architecture, and what every encoder computes, can be captured as a graph: it never waits.
+"""Steps of every architecture, and what every encoder computes, can be captured as graphs: they never wait.
 
 On a simulated GPU, on Triton's kernels.
 """
@@ -64,15 +64,16 @@ RUN = [name for name in CONFIGS if not name.startswith(REFUSED_BY_TRITON)]
 
 
 @pytest.mark.parametrize("name", mark_slow_except_quick(RUN))
-def test_decode_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
+def test_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
 
     def logits(kernels: str, device: torch.device) -> torch.Tensor:
         ops = select_ops(kernels, made(device))
         forward = ForwardRunner(load_model(files, ops, torch.float32, device), ops)
         model = CapturedForward(forward) if device == CUDA else forward
-        runner = PagedRunner(model, 2, 8, torch.float32, device=device)
-        return torch.stack([runner.logits([(0, at, [3 + at]), (1, at, [9 - at])]) for at in range(2)])
+        runner = PagedRunner(model, 3, 8, torch.float32, device=device)
+        prompts = runner.logits([(0, 0, [3, 4, 5, 6]), (1, 0, [9]), (2, 0, [8, 7])])
+        return torch.cat([prompts, runner.logits([(0, 4, [7]), (1, 1, [2])])])
 
     with torch.inference_mode():
         torch.testing.assert_close(logits("triton", CUDA), logits("torch", ON_CPU.device), atol=2e-4, rtol=2e-4)
