@@ -17,6 +17,7 @@ MAKER = Path(__file__).parents[3] / "benchmarks" / "workload.py"
 DIGESTS = {
     "offline64": "014e49bd4240eab9f9fc35065985aab7ea212a78339983a19c77da28db6da0a3",
     "offline256": "4205243ebbd887a5e7a9fae135b6b42b1543077e83336b9ef383fccc8ac174e3",
+    "offline1024": "2fa2a51a46e8577a9f6ae02c2f7b6d6e36f20dec3835cab81e8e91f78dae1480",
     "single": "2c162a42123705db879d474e46c9b2c79a088d12de0bba18974f7a8df8fb8021",
     "prefix64": "395740d16a91f809be5f43f7e8dc8e433d80d95a8abaaeb52a35898a293c0fc1",
     "longmix": "b90aede03d1151a981e72b640e176aadc035d920301892268de253532b5bcf5a",
