@@ -21,6 +21,7 @@ from pagoda.assembly.replica_share import take_share
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
+from pagoda.core.events import Event, Removed, Stored
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
 from pagoda.engine.clients.engine_link import SOCKET, open_recorder
@@ -42,8 +43,12 @@ LOOK_AT_LOADS_MS = 5
 class EngineServer:
     """Serves the clients of the parent process over one socket until that exits."""
 
-    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]", tells_cache: bool = False) -> None:
+        """tells_cache: send what changes in the prefix cache."""
         self._core = core
+        self._cache_changes: dict[bytes, bool] = {}  # whether a hash is found now
+        if tells_cache:
+            core.subscribe_to_cache(self._note_cache)
         self._socket = socket
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0
@@ -68,11 +73,28 @@ class EngineServer:
             began_s = core.now()
             of_step = core.step()
             self._calls_s += core.now() - began_s
+            if self._cache_changes:
+                self._send_cache_changes()
             for client_index, outputs in of_step.items():
                 stats = self._make_stats() if outputs.ends or self._is_time_for_stats() else None
                 self._send(wire.StepOutputs(client_index, outputs, core.strip.take_step_tokens(), stats))
             if not of_step and self._is_time_for_stats():
                 self._send(wire.StepReport(core.strip.take_step_tokens(), self._make_stats()))
+
+    def _note_cache(self, event: Event) -> None:
+        match event:
+            case Stored(group=0, hashes=hashes, tier="device"):
+                self._cache_changes.update(dict.fromkeys(hashes, True))
+            case Removed(group=0, hashes=hashes, tier="device"):
+                self._cache_changes.update(dict.fromkeys(hashes, False))
+            case _:
+                pass
+
+    def _send_cache_changes(self) -> None:
+        changes = self._cache_changes.items()
+        stored = tuple(one for one, is_found in changes if is_found)
+        self._send(wire.CacheChanges(stored, tuple(one for one, is_found in changes if not is_found)))
+        self._cache_changes.clear()
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -193,7 +215,7 @@ def main() -> None:
         sys.exit(1)
     keep_objects()
     socket.send(codec.encode(wire.Ready(core.sizes)))
-    EngineServer(core, socket).run()
+    EngineServer(core, socket, tells_cache=config.server.data_parallel_size > 1).run()
 
 
 def _end_like(error: WorkerDied) -> None:

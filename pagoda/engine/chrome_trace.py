@@ -122,6 +122,8 @@ class ChromeTrace:
                 self._mark(track, "first token", now_us)
             case Failed():
                 self._mark(track, "a row failed", now_us)
+            case Routed():
+                self._mark(track, f"sent to replica {event.replica}: {event.because}", now_us)
             case Queued() | Held():
                 pass  # a phase, without a mark
             case Encoded() | Copied() | Pinned() | Routed():

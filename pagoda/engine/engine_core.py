@@ -135,6 +135,10 @@ class EngineCore:
         """Finish one sequence from outside (a stop string was found); the request's other sequences continue."""
         self._scheduler.finish_sequence(key, sequence, status)
 
+    def subscribe_to_cache(self, fold: Fold) -> None:
+        """Give `fold` every event from now on, those of the prefix cache included."""
+        self._scheduler.subscribe(fold, cache=True)
+
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work. Steps in flight count, even if all their requests have finished."""
         return self._scheduler.has_unfinished_requests() or bool(self._in_flight)

@@ -253,6 +253,13 @@ class AllEvents(msgspec.Struct, frozen=True, tag="events"):
     events: Events
 
 
+class CacheChanges(msgspec.Struct, frozen=True, tag="cache"):
+    """What has changed in the prefix cache: hashes of blocks that can be found now, and of those that no longer can."""
+
+    stored: tuple[bytes, ...]
+    removed: tuple[bytes, ...]
+
+
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The engine rejected this request; it was never queued.
 
@@ -308,7 +315,16 @@ class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
 
 
 FromEngine = (
-    Ready | StartFailed | StepOutputs | StepReport | RequestRefused | IdleReport | ResetReply | AdapterReply | LookReply
+    Ready
+    | StartFailed
+    | StepOutputs
+    | StepReport
+    | CacheChanges
+    | RequestRefused
+    | IdleReport
+    | ResetReply
+    | AdapterReply
+    | LookReply
 )
 FromClient = AddRequest | Call | Reply
 """What clients in other processes send to a ClientServer."""

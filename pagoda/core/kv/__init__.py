@@ -14,7 +14,7 @@ Nothing else in this folder is imported from outside.
 from pagoda.core.kv.block_pool import BlockCounts
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.manager import KVCacheManager
-from pagoda.core.kv.prefix_cache import CachedPrefix
+from pagoda.core.kv.prefix_cache import CachedPrefix, hashes_of_prompt
 from pagoda.core.kv.sizing import (
     STATE_WINDOW,
     KVGroupKind,
@@ -40,5 +40,6 @@ __all__ = [
     "block_sizes",
     "by_pool",
     "exceeds",
+    "hashes_of_prompt",
     "layers_per_block",
 ]

@@ -20,7 +20,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.core.events import EventStream, Removed, Stored
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPools
 from pagoda.core.kv.sizing import KVSizing
-from pagoda.core.request import LoraRef, MediaItem, PromptEmbeds, Sequence
+from pagoda.core.request import LoraRef, MediaItem, PromptEmbeds, Request, Sequence
 from pagoda.core.request_table import RequestTable
 
 _TOKEN_BYTES = 4
@@ -108,6 +108,18 @@ class CachedPrefix:
     blocks: tuple[np.ndarray, ...]
 
 
+def hashes_of_prompt(request: Request, seed: int, block_size: int) -> list[bytes]:
+    """Return the hashes by which caches with this seed find the prompt's blocks, of those that a lookup asks for."""
+    root = make_root(_seed_bytes(seed), request.lora, request.cache_salt)
+    chain = HashChain(root, block_size, request.media, request.prompt_embeds)
+    chain.extend(request.prompt_token_ids, request.num_prompt_tokens - 1)
+    return chain.hashes
+
+
+def _seed_bytes(seed: int) -> bytes:
+    return seed.to_bytes(16, "little", signed=True)
+
+
 class PrefixCache:
     """What device blocks hold: hash -> block per KV group. BlockPools know which of them are free.
 
@@ -135,7 +147,7 @@ class PrefixCache:
         seed: int | None,
     ) -> None:
         self.enabled = enabled
-        self.seed = seed.to_bytes(16, "little", signed=True) if seed is not None else secrets.token_bytes(16)
+        self.seed = _seed_bytes(seed) if seed is not None else secrets.token_bytes(16)
         self.num_cached = np.zeros(table.max_rows, np.int32)
         self.nothing = CachedPrefix(0, (NO_BLOCKS,) * len(sizing.groups))
         self._table = table

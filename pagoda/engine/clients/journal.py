@@ -35,6 +35,7 @@ class JournalEntry:
     entered_process: number of the last engine process it was sent to, 0 if none.   num_since_entry: tokens from it.
     num_prompt_rows: prompt log-probabilities sent so far.   num_rows_to_skip: those that a new engine sends again.
     num_owed: tokens that its engine computes before it emits the next one; 0 once that has emitted one.
+    num_cached: of its prompt, tokens that are probably in that engine's prefix cache.
     """
 
     request: Request
@@ -47,6 +48,18 @@ class JournalEntry:
     num_rows_to_skip: int = 0
     num_deaths: int = 0
     num_owed: int = 0
+    num_cached: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> "JournalEntry":
+        """Return the entry of a request that has emitted nothing, or what it begins with."""
+        prior = request.prior_output or ((),) * request.num_seqs
+        return cls(request, [list(tokens) for tokens in prior], set(range(request.num_seqs)))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, and of all sequences so far."""
+        return self.request.num_prompt_tokens + sum(map(len, self.tokens))
 
 
 class Journal:
@@ -70,8 +83,7 @@ class Journal:
 
     def open(self, request: Request) -> JournalEntry:
         """Add a request. Its key must not be in use; its id is only a label."""
-        prior = request.prior_output or ((),) * request.num_seqs
-        entry = JournalEntry(request, [list(tokens) for tokens in prior], set(range(request.num_seqs)))
+        entry = JournalEntry.of(request)
         self.add(entry)
         return entry
 
@@ -86,7 +98,7 @@ class Journal:
 
     def owe(self, entry: JournalEntry) -> None:
         """Record that an engine begins with a request anew."""
-        self._set_owed(entry, len(entry.request.prompt_token_ids) + sum(map(len, entry.tokens)))
+        self._set_owed(entry, entry.num_tokens - entry.num_cached)
 
     def _set_owed(self, entry: JournalEntry, num_owed: int) -> None:
         self.num_owed += num_owed - entry.num_owed

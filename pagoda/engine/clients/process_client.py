@@ -68,6 +68,8 @@ class ProcessClient(ClientOutputs):
         self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait} if sinks is None else sinks
         self._suspects = Suspects(self._journal)
         self._replies = Replies[_Reply]()
+        self.cached = set[bytes]()
+        """Hashes of the blocks in the prefix cache, as far as the engine tells."""
         self._loaded: dict[str, LoraRef] = {}  # adapters, by digest
         self._num_kept = config.model.lora.num_kept
         self._num_unloads: Counter[str] = Counter()
@@ -109,11 +111,7 @@ class ProcessClient(ClientOutputs):
         if self.died is not None:
             self._put(request.client_index, self.died)
             return
-        if not len(self._journal):
-            self._busy_since_s = time.monotonic()
-        entry = self._journal.open(request)
-        if self.takes_requests:
-            self._enter(entry)
+        self.adopt(JournalEntry.of(request))
 
     def abort(self, handles: Sequence[int], client_index: int = 0) -> None:
         known = [key for handle in handles if (key := (client_index, handle)) in self._journal]
@@ -262,7 +260,9 @@ class ProcessClient(ClientOutputs):
         return found
 
     def adopt(self, entry: JournalEntry) -> None:
-        """Continue with a request that another engine had. It must not have it any more."""
+        """Run a request, or continue with one that another engine had and that is not there any more."""
+        if not len(self._journal):
+            self._busy_since_s = time.monotonic()
         self._journal.add(entry)
         if self.takes_requests:
             self._enter(entry)
@@ -316,6 +316,9 @@ class ProcessClient(ClientOutputs):
                 self._put(client_index, self._journal.record(client_index, outputs))
                 if self._suspects.is_probing:
                     self._send_next()
+            case wire.CacheChanges(stored, removed):
+                self.cached.update(stored)
+                self.cached.difference_update(removed)
             case wire.StepReport(step_tokens, stats):
                 self._note_steps(step_tokens, stats)
                 if self._suspects.is_probing:
@@ -348,6 +351,9 @@ class ProcessClient(ClientOutputs):
         )
         self._takes_loads.clear()
         self._replies.end(None)
+        self.cached.clear()
+        for entry in self._journal:
+            entry.num_cached = 0
 
     def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> bool:
         rejected = self._suspects.assign_blame(flight, killed_from_outside)

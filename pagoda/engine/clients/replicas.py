@@ -6,19 +6,24 @@ those that may have killed it: its next engine probes these, so that a request t
 """
 
 import asyncio
+import itertools
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.core.events import Events, Routed
+from pagoda.core.kv import hashes_of_prompt
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, only_events
 from pagoda.engine import wire
 from pagoda.engine.clients.client_outputs import ClientOutputs
+from pagoda.engine.clients.journal import JournalEntry
 from pagoda.engine.clients.process_client import ENGINE_MODULE, ProcessClient, Sink
 from pagoda.engine.clients.router import Router
 
@@ -38,6 +43,10 @@ class Replicas(ClientOutputs):
         """As for ProcessClient."""
         super().__init__()
         self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait}  # by client
+        if config.debug.prefix_hash_seed is None:  # one for all, so that hashes say which of them has a prefix
+            config = replace(config, debug=replace(config.debug, prefix_hash_seed=secrets.randbits(64)))
+        assert config.debug.prefix_hash_seed is not None
+        self._hash_seed, self._block_size = config.debug.prefix_hash_seed, config.cache.block_size
         self.each = [
             ProcessClient(config, step_timeout_s, module, number, self._sinks)
             for number in range(config.server.data_parallel_size)
@@ -61,6 +70,7 @@ class Replicas(ClientOutputs):
         """
         sizes = await asyncio.gather(*(one.start() for one in self.each))
         first = sizes[0]
+        self._block_size = first.block_size
         self._router.max_num_seqs = first.max_num_seqs or self._router.max_num_seqs
         self._router.max_num_batched_tokens = first.max_num_batched_tokens or self._router.max_num_batched_tokens
         return msgspec.structs.replace(
@@ -74,7 +84,7 @@ class Replicas(ClientOutputs):
         if (died := self.died) is not None:
             self._put(request.client_index, died)
         else:
-            self._choose(request, request.num_prompt_tokens, request.num_seqs, self._living).add_request(request)
+            self._place(JournalEntry.of(request), self._living)
 
     def abort(self, handles: Sequence[int], client_index: int = 0) -> None:
         for one in self.each:
@@ -188,15 +198,22 @@ class Replicas(ClientOutputs):
     def _living(self) -> list[ProcessClient]:
         return [one for one in self.each if one.died is None]
 
-    def _choose(
-        self, request: Request, num_tokens: int, num_seqs: int, among: Sequence[ProcessClient]
-    ) -> ProcessClient:
-        """Return the replica that a request goes to, and tell its client why."""
-        index, because = self._router.choose(num_tokens, num_seqs, [one.load for one in among])
+    def _place(self, entry: JournalEntry, among: Sequence[ProcessClient]) -> None:
+        """Give a request to the replica where its first token is expected earliest; tell its client why."""
+        request = entry.request
+        caches = any(one.cached for one in among)
+        hashes = hashes_of_prompt(request, self._hash_seed, self._block_size) if caches else []
+        loads = [replace(one.load, num_cached=self._num_cached(one, hashes)) for one in among]
+        index, because = self._router.choose(entry.num_tokens, len(entry.live), loads)
+        entry.num_cached = loads[index].num_cached
         number = self.each.index(among[index]) + 1
         event = Routed(0, time.monotonic(), request.client_index, request.handle, number, because.value)
         self._put(request.client_index, only_events([event]))
-        return among[index]
+        among[index].adopt(entry)
+
+    def _num_cached(self, one: ProcessClient, hashes: Sequence[bytes]) -> int:
+        """Return how many tokens of a prompt a replica has in its prefix cache, as far as it has told."""
+        return self._block_size * sum(1 for _ in itertools.takewhile(one.cached.__contains__, hashes))
 
     def _move_waiting(self) -> None:
         """Move requests that wait for a replica to those that take requests now."""
@@ -204,8 +221,7 @@ class Replicas(ClientOutputs):
         for one in self.each if ready else ():
             for entry in one.release():
                 self.num_moved += 1
-                num_tokens = entry.request.num_prompt_tokens + sum(map(len, entry.tokens))
-                self._choose(entry.request, num_tokens, len(entry.live), ready).adopt(entry)
+                self._place(entry, ready)
 
     def _on_gone(self, error: WorkerDied) -> None:
         """No engine of a replica can be started any more: the others go on, if there are others."""

@@ -159,6 +159,33 @@ def test_a_request_that_kills_engines_ends_one_replica_only() -> None:
     run(work)
 
 
+def test_prompts_go_where_their_prefix_is_cached_until_that_engine_ends() -> None:
+    async def work(llm: AsyncEngine, replicas: Replicas) -> None:
+        assert replicas.each[0]._supervisor._config.debug.prefix_hash_seed == replicas._hash_seed
+        where = list[tuple[int, str]]()
+
+        async def ask(begin: int) -> tuple[int, str]:
+            llm.on_event = lambda event: (
+                where.append((event.replica, event.because)) if isinstance(event, Routed) else None
+            )
+            prompt = [begin] * 100
+            async for output in generate(llm, prompt, SamplingParams(max_tokens=2, ignore_eos=True)):
+                assert output.error is None
+            return where.pop()
+
+        (first, _), (second, _) = await ask(1), await ask(2)
+        assert first != second
+        for _ in range(2):  # in turn, without a cache
+            assert [await ask(begin) for begin in (1, 2)] == [(first, "cached_prefix"), (second, "cached_prefix")]
+        kill(replicas, first - 1)
+        await until(lambda: deaths(replicas)[first - 1] and all_are_ready(replicas))
+        assert not replicas.each[first - 1].cached
+        assert (await ask(1))[1] == "turn"
+        assert await ask(2) == (second, "cached_prefix")
+
+    run(work)
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_random_kills_of_replicas_change_no_token(seed: int) -> None:
     rng = random.Random(seed)

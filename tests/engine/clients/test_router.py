@@ -42,3 +42,12 @@ def test_equal_replicas_take_turns() -> None:
 def test_replicas_that_take_no_requests_get_none_unless_none_does() -> None:
     assert choose(DOWN, DECODING) == (1, RoutedBecause.ONLY_READY)
     assert choose(DOWN, ReplicaLoad(False, 3, 3)) == (0, RoutedBecause.NONE_READY)
+
+
+def test_a_cached_prefix_counts_as_far_as_it_saves_more_than_the_queue_costs() -> None:
+    cached = ReplicaLoad(True, 0, 0, num_cached=80)
+    assert choose(IDLE, cached) == (1, RoutedBecause.CACHED_PREFIX)
+    assert choose(ReplicaLoad(True, 0, 50, num_cached=80), IDLE) == (0, RoutedBecause.CACHED_PREFIX)
+    assert choose(ReplicaLoad(True, 0, 90, num_cached=80), IDLE) == (1, RoutedBecause.LEAST_WAIT)
+    assert choose(ReplicaLoad(True, 0, 90, num_cached=80), cached) == (1, RoutedBecause.LEAST_WAIT)
+    assert choose(cached, cached) == (0, RoutedBecause.TURN)

@@ -79,7 +79,7 @@ def fail_for(name: str, method: Callable[..., Any], at: int) -> Callable[..., An
 def test_a_request_that_fails_to_enter_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch, clock: HurriedClock
 ) -> None:
-    monkeypatch.setattr(Journal, "open", fail_for("in-journal", Journal.open, 1))
+    monkeypatch.setattr(Journal, "add", fail_for("in-journal", Journal.add, 1))
     monkeypatch.setattr(OutputProcessor, "open", fail_for("in-outputs", OutputProcessor.open, 1))
     monkeypatch.setattr(EngineLink, "send_bytes", fail_for("in-send", EngineLink.send_bytes, 1))
 
