@@ -188,6 +188,26 @@ def test_attention(
         torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("block_size", [16, 24])
+def test_attention_whose_masks_are_in_a_loop_of_their_own(
+    make_triton_ops, reference: Any, block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on compute capability 9.0, with smaller tiles: chunks that all queries see whole have a loop without masks."""
+    geometry = Geometry(3, 1, 48, block_size, dtype=BF16)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((9, 130))]
+    ours, theirs = Rows(attention_ops(make_triton_ops, False), geometry, rows), Rows(reference, geometry, rows, seed=1)
+    from pagoda.kernels.attention import triton_attention
+
+    taken: list[object] = []
+    tiles = triton_attention.Tiles(32, 32, 4, 2, True)
+    monkeypatch.setattr(triton_attention, "_PROMPTS_OF_64", tiles)
+    monkeypatch.setattr(triton_attention, "_is_hopper", lambda q: taken.append(q) or True)
+    for step in ([(1, 70)], [(0, 9), (1, 43)]):
+        got, want = (paged.step(step, 0.1) for paged in (ours, theirs))
+        torch.testing.assert_close(got.float(), want.float(), atol=2e-2, rtol=2e-2)
+    assert len(taken) == 2
+
+
 class FilledUp:
     """Ops whose attention gets steps as they are captured in graphs: with further tokens, and rows without any."""
 

@@ -36,13 +36,14 @@ _STAGES_BYTES = 80 * 1024  # of shared memory, for K and V on their way: the sma
 class Tiles:
     """vectors: query vectors of a tile.   positions: of the context, loaded at once.   warps: of a program.
 
-    stages: how many chunks of the context are loaded ahead, the current one included.
+    stages: how many chunks of the context are loaded ahead, the current one included.   apart: see `attend`.
     """
 
     vectors: int
     positions: int
     warps: int
     stages: int
+    apart: bool = False
 
 
 def prefill_tiles(head_dim: int, group: int, itemsize: int, few_registers: bool = False) -> Tiles:
@@ -57,6 +58,25 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, few_registers: bool 
     if not few_registers:
         return tiles
     return replace(tiles, positions=min(tiles.positions, 32), warps=4 if head_dim <= 128 else 8)
+
+
+_PROMPTS, _PROMPTS_OF_64 = Tiles(128, 128, 8, 5, True), Tiles(64, 64, 4, 5, True)
+"""The tiles of prompts on GPUs of compute capability 9.0, for heads of 65 to 128 elements and smaller ones, measured on
+an H200. Of the 232,448 bytes of shared memory that a program has there, Triton 3.6 and 3.9 take 230,400 and 58,368.
+"""
+
+
+def prompt_tiles(q: torch.Tensor, group: int) -> Tiles:
+    """Return the tiles of prompts whose pages are not quantised, without windows and soft caps. See prefill_tiles."""
+    head_dim, tiles = q.shape[2], _PROMPTS if q.shape[2] > 64 else _PROMPTS_OF_64
+    if _is_hopper(q) and head_dim <= 128 and q.element_size() == 2 and group <= tiles.vectors:
+        return tiles
+    return prefill_tiles(head_dim, group, q.element_size())
+
+
+def _is_hopper(q: torch.Tensor) -> bool:
+    """Say whether the GPU is one whose tiles were measured; others have other products, or less shared memory."""
+    return q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) == (9, 0)
 
 
 def decode_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
@@ -213,7 +233,7 @@ def attend_tiles(
     num_rows, num_heads, longest_skipped, scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr,
+    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries of a row and one KV head to all that they see; write to out [T, H * D].
 
@@ -244,6 +264,7 @@ def attend_tiles(
                 page_stride, v_page_stride, scale_stride, kv_head, first // BLOCK_N * BLOCK_N, first, end,
                 scale, softcap, window,
                 HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, SOFTCAP, WINDOW, QUANTIZED,
+                context + first_vector // GROUP + 1, APART,
             )  # fmt: skip
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -359,6 +380,8 @@ class PagedAttention:
             shares = is_all_short and not (self._batch_invariant or window or softcap)
             self._run_few(problem, few, most_queries, many if shares and metadata.shared_prefix is not None else None)
         if not is_all_short:
+            if not (self._batch_invariant or any(problem.kinds)):
+                many = prompt_tiles(q, problem.group)
             self._run_many(problem, many, most_queries * problem.group if problem.num_rows > 1 else 0)
         return out
 
@@ -414,6 +437,6 @@ class PagedAttention:
             of.q, of.out, metadata.query_start, metadata.seq_lens, metadata.block_table,
             *pages_of(cache), of.q.stride(0), metadata.block_table.stride(0), *strides_of(cache),
             of.num_rows, num_heads, longest_skipped, of.scale, of.softcap, of.window,
-            *of.constants(tiles), *of.kinds, self._split_tokens if self._batch_invariant else 0,
+            *of.constants(tiles), *of.kinds, self._split_tokens if self._batch_invariant else 0, tiles.apart,
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip

@@ -79,20 +79,92 @@ def weigh(scores, total, top):
 
 
 @jit
+def _weigh_products(products, scale, total, top):
+    """The same of scores that are products times `scale`, which is positive: the product is part of a sum here."""
+    highest = tl.maximum(top, tl.max(products, 1) * scale)
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    minus = tl.broadcast_to(-shift[:, None], products.shape)
+    weights = tl.exp2(tl.fma(products, tl.full(products.shape, 0.0, tl.float32) + scale, minus))
+    keep = tl.exp2(top - shift)
+    return weights, keep, tl.fma(total, keep, tl.sum(weights, 1)), highest
+
+
+@jit
 def _load_pages(pages, scales, block, offset, page_stride, scale_stride, kv_head, dim, inside, dtype: tl.constexpr,
-                HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr):  # fmt: skip
-    """Return positions of one KV head as ([BLOCK_N, D] in `dtype`, the scale of each). Bytes are e4m3."""
+                HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
+    """Return positions of one KV head as ([BLOCK_N, D] in `dtype`, the scale of each). Bytes are e4m3.
+
+    MASKED: not all positions are `inside`.
+    """
     slot = kv_head * BLOCK_SIZE + offset
     at = block * page_stride + slot * HEAD_DIM
-    some = inside[:, None] & (dim < HEAD_DIM)[None, :]
-    values = tl.load(pages + at[:, None] + dim[None, :], mask=some, other=0.0)
-    scale = tl.full(inside.shape, 1.0, tl.float32)
+    source = pages + at[:, None] + dim[None, :]
+    if MASKED:
+        values = tl.load(source, mask=inside[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    elif dim.shape[0] == HEAD_DIM:
+        values = tl.load(source)
+    else:
+        values = tl.load(source, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    scale = tl.full(block.shape, 1.0, tl.float32)
     if QUANTIZED:
-        scale = tl.load(scales + block * scale_stride + slot, mask=inside, other=0.0)
+        of_slot = scales + block * scale_stride + slot
+        scale = tl.load(of_slot, mask=inside, other=0.0) if MASKED else tl.load(of_slot)
     if values.dtype == tl.uint8:
         return from_e4m3(values, dtype), scale * 256.0
     else:
         return values.to(dtype), scale
+
+
+@jit
+def _attend_chunks(
+    acc, total, top, q, query_at, table, k_pages, v_pages, k_scales, v_scales, page_stride, v_page_stride, scale_stride,
+    kv_head, begin, first, end, scale, softcap, window,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, QUANTIZED: tl.constexpr, MASKED: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """Return a state with chunks added: begin, begin + BLOCK_N, ... below `end`. See `attend`.
+
+    MASKED: not every query sees all positions of every chunk.   FOLD: scale products while they are shifted.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        place = tl.arange(0, BLOCK_N)
+        at = start + place
+        inside = (at >= first) & (at < end)
+        if MASKED:
+            block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            offset = at % BLOCK_SIZE
+        elif BLOCK_N % BLOCK_SIZE == 0:  # chunks begin with a block
+            block = tl.load(table + start // BLOCK_SIZE + place // BLOCK_SIZE).to(tl.int64)
+            offset = place % BLOCK_SIZE
+        else:
+            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
+            offset = at % BLOCK_SIZE
+        k, k_scale = _load_pages(k_pages, k_scales, block, offset, page_stride, scale_stride, kv_head, dim, inside,
+                                 q.dtype, HEAD_DIM, BLOCK_SIZE, QUANTIZED, MASKED)  # fmt: skip
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if not FOLD:
+            scores *= scale
+        if QUANTIZED:
+            scores *= k_scale[None, :]
+        if SOFTCAP:
+            scores = soft_capped(scores, softcap)
+        if MASKED:
+            visible = inside[None, :] & (at[None, :] <= query_at[:, None])
+            if WINDOW:
+                visible &= at[None, :] > query_at[:, None] - window
+            scores = tl.where(visible, scores, float("-inf"))
+        if FOLD:
+            weights, keep, total, top = _weigh_products(scores, scale, total, top)
+        else:
+            weights, keep, total, top = weigh(scores, total, top)
+        v, v_scale = _load_pages(v_pages, v_scales, block, offset, v_page_stride, scale_stride, kv_head, dim, inside,
+                                 q.dtype, HEAD_DIM, BLOCK_SIZE, QUANTIZED, MASKED)  # fmt: skip
+        if QUANTIZED:
+            weights *= v_scale[None, :]
+        acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return acc, total, top
 
 
 @jit
@@ -101,39 +173,42 @@ def attend(
     kv_head, begin, first, end, scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, QUANTIZED: tl.constexpr,
+    whole=0, APART: tl.constexpr = False,
 ):  # fmt: skip
     """Attend to positions first .. end - 1 of a row, in chunks counted from `begin` on; return (acc, total, top).
 
     query_at: [BLOCK_M], the queries' positions.   table: the row's blocks.   scale: times log2(e), for exp2.
     A masked position has weight 0, and a chunk without a visible one leaves the state unchanged: a query's result does
     not depend on the other queries of its tile.
+    APART: chunks of which every query sees all positions have a loop of their own, without masks. Then `end` is the
+    last query's position + 1, `whole` the first one's + 1, and `begin` a multiple of BLOCK_N.
     """
-    dim = tl.arange(0, BLOCK_D)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        at = start + tl.arange(0, BLOCK_N)
-        inside = (at >= first) & (at < end)
-        block = tl.load(table + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        offset = at % BLOCK_SIZE
-        k, k_scale = _load_pages(k_pages, k_scales, block, offset, page_stride, scale_stride, kv_head, dim, inside,
-                                 q.dtype, HEAD_DIM, BLOCK_SIZE, QUANTIZED)  # fmt: skip
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if QUANTIZED:
-            scores *= k_scale[None, :]
-        if SOFTCAP:
-            scores = soft_capped(scores, softcap)
-        visible = inside[None, :] & (at[None, :] <= query_at[:, None])
+    FOLD: tl.constexpr = APART and not SOFTCAP
+    if APART:
+        from_whole = begin
         if WINDOW:
-            visible &= at[None, :] > query_at[:, None] - window
-        scores = tl.where(visible, scores, float("-inf"))
-        weights, keep, total, top = weigh(scores, total, top)
-        v, v_scale = _load_pages(v_pages, v_scales, block, offset, v_page_stride, scale_stride, kv_head, dim, inside,
-                                 q.dtype, HEAD_DIM, BLOCK_SIZE, QUANTIZED)  # fmt: skip
-        if QUANTIZED:
-            weights *= v_scale[None, :]
-        acc = tl.dot(weights.to(q.dtype), v, acc * keep[:, None], input_precision="ieee")
+            from_whole = tl.cdiv(tl.maximum(end - window, begin), BLOCK_N) * BLOCK_N
+            acc, total, top = _attend_chunks(
+                acc, total, top, q, query_at, table, k_pages, v_pages, k_scales, v_scales,
+                page_stride, v_page_stride, scale_stride, kv_head, begin, first, tl.minimum(from_whole, end),
+                scale, softcap, window,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, SOFTCAP, WINDOW, QUANTIZED, True, FOLD,
+            )  # fmt: skip
+        to_whole = tl.maximum(whole // BLOCK_N * BLOCK_N, from_whole)
+        acc, total, top = _attend_chunks(
+            acc, total, top, q, query_at, table, k_pages, v_pages, k_scales, v_scales,
+            page_stride, v_page_stride, scale_stride, kv_head, from_whole, first, to_whole, scale, softcap, window,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, SOFTCAP, WINDOW, QUANTIZED, False, FOLD,
+        )  # fmt: skip
+        begin = to_whole
+    acc, total, top = _attend_chunks(
+        acc, total, top, q, query_at, table, k_pages, v_pages, k_scales, v_scales,
+        page_stride, v_page_stride, scale_stride, kv_head, begin, first, end, scale, softcap, window,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, SOFTCAP, WINDOW, QUANTIZED, True, FOLD,
+    )  # fmt: skip
     return acc, total, top
 
 
