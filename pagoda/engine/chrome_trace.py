@@ -126,7 +126,7 @@ class ChromeTrace:
                 self._mark(track, f"sent to replica {event.replica}: {event.because}", now_us)
             case Queued() | Held():
                 pass  # a phase, without a mark
-            case Encoded() | Copied() | Pinned() | Routed():
+            case Encoded() | Copied() | Pinned():
                 pass  # small, and many
 
     def written(self, now_s: float) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def attend(
     kv_head, begin, first, end, scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, QUANTIZED: tl.constexpr,
-    whole=0, APART: tl.constexpr = False,
+    whole=0, APART: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
 ):  # fmt: skip
     """Attend to positions first .. end - 1 of a row, in chunks counted from `begin` on; return (acc, total, top).
 
@@ -186,7 +186,7 @@ def attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    FOLD: tl.constexpr = APART and not SOFTCAP
+    FOLD: tl.constexpr = APART and not SOFTCAP  # pyright: ignore[reportAssignmentType]
     if APART:
         from_whole = begin
         if WINDOW:
