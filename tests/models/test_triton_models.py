@@ -129,7 +129,7 @@ class SameCodes(TorchOps):
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> LinearWeight:
-        held = weight if isinstance(weight, Fp8Weight) else codes_of(weight)
+        held = weight if isinstance(weight, Fp8Weight) else codes_of(weight).tiled()
         return super().prepare_quantized_linear(held, dtype, bias)
 
 
