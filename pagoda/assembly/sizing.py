@@ -127,9 +127,11 @@ def size_cache(
     capacity = smallest(found)
     if not is_fake:
         limit = None if config.parallel.executor == "ray" else memory_limit()  # which is this machine's
+        if limit is not None:
+            limit //= num_ranks * config.server.data_parallel_size
         if is_on_host:
             on_host += weights + on_device
-        require_host_memory(capacity, config.cache, None if limit is None else limit // sharing, on_host, is_on_host)
+        require_host_memory(capacity, config.cache, limit, on_host, is_on_host)
     return capacity
 
 

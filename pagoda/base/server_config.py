@@ -159,7 +159,7 @@ class ServerConfig:
         int,
         Setting(
             "Replicas of the model, each with an engine of its own that computes on its share of the cores or on its "
-            "own GPUs; requests of one that dies continue on the others.",
+            "own GPUs; requests of one that is killed continue on the others.",
             at_least=1,
         ),
     ] = 1

@@ -8,7 +8,7 @@ hashes is for.
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -108,12 +108,16 @@ class CachedPrefix:
     blocks: tuple[np.ndarray, ...]
 
 
-def hashes_of_prompt(request: Request, seed: int, block_size: int) -> list[bytes]:
-    """Return the hashes by which caches with this seed find the prompt's blocks, of those that a lookup asks for."""
+def hashes_of_prompt(request: Request, seed: int, block_size: int) -> Iterator[bytes]:
+    """Yield the hashes by which caches with this seed find the prompt's blocks, of those that a lookup asks for.
+
+    Each is computed when it is asked for: a prompt whose beginning is nowhere is not hashed to its end.
+    """
     root = make_root(_seed_bytes(seed), request.lora, request.cache_salt)
     chain = HashChain(root, block_size, request.media, request.prompt_embeds)
-    chain.extend(request.prompt_token_ids, request.num_prompt_tokens - 1)
-    return chain.hashes
+    for end in range(block_size, request.num_prompt_tokens, block_size):
+        chain.extend(request.prompt_token_ids, end)
+        yield chain.hashes[-1]
 
 
 def _seed_bytes(seed: int) -> bytes:

@@ -201,8 +201,14 @@ class Replicas(ClientOutputs):
     def _place(self, entry: JournalEntry, among: Sequence[ProcessClient]) -> None:
         """Give a request to the replica where its first token is expected earliest; tell its client why."""
         request = entry.request
-        caches = any(one.cached for one in among)
-        hashes = hashes_of_prompt(request, self._hash_seed, self._block_size) if caches else []
+        among = [one for one in among if not one.is_stuck] or among  # one that hangs is not yet known to be dead
+        caches = [one.cached for one in among] if request.reads_prefix_cache else []
+        hashes = [
+            *itertools.takewhile(
+                lambda block: any(block in cached for cached in caches),
+                hashes_of_prompt(request, self._hash_seed, self._block_size),
+            )
+        ]
         loads = [replace(one.load, num_cached=self._num_cached(one, hashes)) for one in among]
         index, because = self._router.choose(entry.num_tokens, len(entry.live), loads)
         entry.num_cached = loads[index].num_cached

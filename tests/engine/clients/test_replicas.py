@@ -18,6 +18,7 @@ from pagoda.core.events import Routed
 from pagoda.core.request import LoraRef, Request
 from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.replicas import Replicas
 from pagoda.engine.outputs.output_processor import OutputKind
 from tests.engine.clients.engine_in_process import run_engine
@@ -110,8 +111,8 @@ def test_requests_of_a_killed_replica_continue_on_the_other_and_it_comes_back(st
         assert await collect_all(llm) == disturbed
         assert deaths(replicas) == [1, 0]
         # of two runs of 16 sequences; what was computed before the death counts, too
-        assert replicas.stats().num_requests == 0
-        assert replicas.stats().generation_tokens >= 2 * 16 * 60
+        await until(lambda: replicas.stats().num_requests == 0)
+        await until(lambda: replicas.stats().generation_tokens >= 2 * 16 * 60)
         steps.hold_next_engine_after(0)
         again = asyncio.create_task(collect_all(llm))
         await until(lambda: all(one.load.num_owed for one in replicas.each))  # both have got some
@@ -182,6 +183,31 @@ def test_prompts_go_where_their_prefix_is_cached_until_that_engine_ends() -> Non
         assert not replicas.each[first - 1].cached
         assert (await ask(1))[1] == "turn"
         assert await ask(2) == (second, "cached_prefix")
+
+    run(work)
+
+
+def test_new_requests_do_not_go_to_a_replica_that_hangs_nor_for_a_cache_that_they_do_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work(llm: AsyncEngine, replicas: Replicas) -> None:
+        where = list[tuple[int, str]]()
+        llm.on_event = lambda event: where.append((event.replica, event.because)) if isinstance(event, Routed) else None
+
+        async def ask(**params: int) -> tuple[int, str]:
+            async for output in generate(llm, [1] * 100, SamplingParams(max_tokens=2, ignore_eos=True, **params)):
+                assert output.error is None
+            return where.pop()
+
+        (first, _), again = await ask(), await ask()
+        assert again == (first, "cached_prefix")
+        scored = {await ask(prompt_logprobs=0) for _ in range(2)}
+        assert scored == {(1, "turn"), (2, "turn")}
+        hanging = replicas.each[first - 1]
+        monkeypatch.setattr(ProcessClient, "is_stuck", property(lambda one: one is hanging))
+        assert await ask() == (3 - first, "only_ready")
+        monkeypatch.setattr(ProcessClient, "is_stuck", property(lambda one: True))
+        assert (await ask())[1] in {"cached_prefix", "turn"}
 
     run(work)
 
