@@ -26,6 +26,7 @@ from pagoda.core.state import Preparations
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.executor import Executor
 from pagoda.engine.flight_recorder import FlightRecorder
+from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.recording.files import open_files
 from pagoda.engine.recording.format import RecordedSettings
@@ -51,6 +52,7 @@ def build_engine_core(
     on_death: Callable[[WorkerDied], object] = lambda _: None,
     ray_group: object = None,
     recorder: FlightRecorder | None = None,
+    replica: int = 0,
 ) -> EngineCore:
     """Load the model and return an engine that is ready for requests.
 
@@ -59,6 +61,7 @@ def build_engine_core(
     pin_threads: keep each compute thread on a core, if there are as many threads as cores; only for a process that runs
     nothing else.   on_death: called, in any thread, if an executor of several processes dies once it has started.
     ray_group: the placement group for ranks that are actors of Ray; None: a new one.   recorder: see EngineCore.
+    replica: the number of this engine among those of a server, from 0.
     Raises ConfigError for invalid settings, CapacityError for too little memory, WorkerDied if the executor dies.
     """
     begin_s = time.perf_counter()
@@ -79,6 +82,11 @@ def build_engine_core(
         executor.shutdown()
         raise
     options = options_of(setup)
+    try:
+        publisher = _make_publisher(setup, capacity.block_size, replica)
+    except ConfigError:
+        executor.shutdown()
+        raise
     lora = setup.config.model.lora
     preparations = ExecutorPreparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
     scheduler = _make_scheduler(make_scheduler, setup, capacity, clock, preparations)
@@ -93,7 +101,7 @@ def build_engine_core(
         max_num_batched_tokens=setup.config.scheduler.max_num_batched_tokens,
         largest_block=max(block_sizes(setup.groups, capacity.block_size), default=0),
     )
-    return EngineCore(
+    core = EngineCore(
         scheduler,
         executor,
         clock,
@@ -107,6 +115,16 @@ def build_engine_core(
         crosses=setup.crosses,
         recorder=recorder,
     )
+    if publisher is not None:
+        core.subscribe_to_cache(publisher.note, publisher.close)
+    return core
+
+
+def _make_publisher(setup: EngineSetup, block_size: int, replica: int) -> KVEventPublisher | None:
+    config = setup.config.cache
+    if not config.kv_events_config.is_on:
+        return None
+    return KVEventPublisher(config.kv_events_config, setup.groups, block_size, replica)
 
 
 def _make_scheduler(

@@ -204,7 +204,9 @@ def main() -> None:
     try:
         # The process runs no other threads, so pinning is safe.
         recorder = open_recorder(place, config)
-        core = build_engine_core(take_share(config, number), pin_threads=True, on_death=_end_like, recorder=recorder)
+        core = build_engine_core(
+            take_share(config, number), pin_threads=True, on_death=_end_like, recorder=recorder, replica=number
+        )
     except Exception as error:
         known = isinstance(error, PagodaError | OSError | MemoryError) or is_out_of_memory(error)
         if not known:

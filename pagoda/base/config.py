@@ -14,6 +14,7 @@ from pagoda.base.config_options import option_names, read_options
 from pagoda.base.dtypes import QUANTIZATIONS
 from pagoda.base.errors import ConfigError
 from pagoda.base.hf_overrides import HFOverrides
+from pagoda.base.kv_events_config import KVEventsConfig
 from pagoda.base.lora import LoRAConfig
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
@@ -167,6 +168,9 @@ class CacheConfig:
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[bool, Setting("Reuse the KV blocks of prompts with the same beginning.")] = True
+    kv_events_config: Annotated[
+        KVEventsConfig, Setting("Publish what changes in the prefix cache, for a router in front of several servers.")
+    ] = field(default_factory=KVEventsConfig)
     watermark: Annotated[
         float, Setting("Fraction of the KV blocks that must stay free when a request is admitted while others run.")
     ] = 0.01

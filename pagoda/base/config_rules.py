@@ -45,6 +45,9 @@ def check_settings(config: EngineConfig) -> None:
             f"record goes with one engine, and data_parallel_size={server.data_parallel_size}: leave one of them out"
         )
     config.model.lora.check()
+    cache.kv_events_config.check()
+    if cache.kv_events_config.is_on and not cache.enable_prefix_caching:
+        raise ConfigError("kv_events_config needs enable_prefix_caching: there are no other events; set one of them")
     for name in ("lora_modules", "lora_dir"):
         if getattr(server.lora_sources, name) and not config.model.lora.enable_lora:
             raise ConfigError(f"{name} needs enable_lora: set that too, or leave {name} out")

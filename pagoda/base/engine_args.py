@@ -20,6 +20,7 @@ from pagoda.base.config import (
 )
 from pagoda.base.errors import ConfigError
 from pagoda.base.hf_overrides import HFOverrides
+from pagoda.base.kv_events_config import KVEventsConfig
 from pagoda.base.lora import LoRAConfig
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.speculative_config import SpeculativeConfig
@@ -74,6 +75,7 @@ class EngineArgs:
     swap_space: float | None = None
     kv_cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None
+    kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None
     watermark: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

@@ -136,7 +136,6 @@ REFUSED: Mapping[str, str] = {
     "allowed_headers": _CORS,
     "allow_credentials": _CORS,
     "kv_transfer_config": "KV caches cannot be transferred between servers",
-    "kv_events_config": "events of the KV cache are not published",
     "truncation_side": "set truncation_side in the request, next to truncate_prompt_tokens",
     "nnodes": "use {distributed_executor_backend}=ray for several machines",
     "node_rank": "use {distributed_executor_backend}=ray for several machines",

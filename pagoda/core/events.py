@@ -206,6 +206,7 @@ class Stored:
     """Blocks of KV group `group` can be found by these hashes from now on; each is the prefix of the next.
 
     parent: the hash before the first, None for a first block.   tier: the memory that has them.
+    request: whose blocks they are.   first_token: position of the first of their tokens.   token_ids: those, int32.
     """
 
     step: int
@@ -213,6 +214,9 @@ class Stored:
     group: int
     hashes: tuple[bytes, ...]
     parent: bytes | None
+    request: Request
+    first_token: int
+    token_ids: bytes
     tier: str = "device"
 
 

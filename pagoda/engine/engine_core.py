@@ -87,6 +87,7 @@ class EngineCore:
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
         self._in_flight: deque[_InFlight] = deque()
+        self._closes: list[Callable[[], object]] = []
 
     def now(self) -> float:
         """Return the engine's clock in seconds; Request.arrival_time_s uses the same clock."""
@@ -135,9 +136,11 @@ class EngineCore:
         """Finish one sequence from outside (a stop string was found); the request's other sequences continue."""
         self._scheduler.finish_sequence(key, sequence, status)
 
-    def subscribe_to_cache(self, fold: Fold) -> None:
-        """Give `fold` every event from now on, those of the prefix cache included."""
+    def subscribe_to_cache(self, fold: Fold, close: Callable[[], object] | None = None) -> None:
+        """Give `fold` every event from now on, those of the prefix cache included.   close: called at shutdown."""
         self._scheduler.subscribe(fold, cache=True)
+        if close is not None:
+            self._closes.append(close)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work. Steps in flight count, even if all their requests have finished."""
@@ -276,6 +279,8 @@ class EngineCore:
         """Shut down the executor; drop steps in flight. Idempotent."""
         self._in_flight.clear()
         self._executor.shutdown()
+        while self._closes:
+            self._closes.pop()()
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:

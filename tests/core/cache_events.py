@@ -20,6 +20,8 @@ class CacheEvents:
         self._state = scheduler._state
         self._block_size = self._state.kv.sizing.block_size
         self._per_block = [group.block_size // self._block_size for group in self._state.kv.sizing.groups]  # hashes
+        self._sizes = [group.block_size for group in self._state.kv.sizing.groups]
+        self._tokens_of: dict[bytes | None, list[int]] = {None: []}
         self._hash_of: dict[Hashable, tuple[int, bytes]] = {}  # what the twin calls the content of a block
         self._parent_of: dict[tuple[int, bytes], bytes | None] = {}
 
@@ -34,6 +36,17 @@ class CacheEvents:
         self.found |= blocks
         for parent, block_hash in pairwise((event.parent, *event.hashes)):
             assert self._parent_of.get((event.group, block_hash or b""), parent) == parent  # not known of beams
+        tokens = np.frombuffer(event.token_ids, np.int32).tolist()
+        size, per_block = self._sizes[event.group], self._per_block[event.group]
+        assert len(tokens) == size * len(event.hashes)
+        before = self._tokens_of.get(event.parent)
+        if before is not None:  # a window may begin with blocks that were never cached
+            assert len(before) == event.first_token
+            assert self._hashes(event.request, before + tokens)[per_block - 1 :: per_block][-len(event.hashes) :] == [
+                *event.hashes
+            ]
+            for number, block_hash in enumerate(event.hashes, 1):
+                self._tokens_of[block_hash] = before + tokens[: number * size]
 
     def expect(self, request: Request, output: list[int], twin: TwinScheduler) -> None:
         """A sequence of the request will have this output: note what each of its blocks is called."""

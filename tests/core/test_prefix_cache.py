@@ -92,8 +92,8 @@ def test_a_fork_has_hashes_of_its_own() -> None:
 def test_of_equal_blocks_the_first_is_found_until_it_is_evicted() -> None:
     pool = BlockPools((16,))
     cache = make_cache(pool=pool)
-    cache.insert(0, [b"a", b"b"], [1, 2], None)
-    cache.insert(0, [b"a", b"b"], [3, 0], None)
+    cache.insert(0, [b"a", b"b"], [1, 2])
+    cache.insert(0, [b"a", b"b"], [3, 0])
     assert cache.longest_cached_prefix(0, [b"a", b"b", b"c"]) == [1, 2]
     cache.remove([1])
     assert cache.longest_cached_prefix(0, [b"a", b"b"]) == [3, 2]
@@ -106,7 +106,7 @@ def test_of_equal_blocks_the_first_is_found_until_it_is_evicted() -> None:
 def test_a_window_takes_the_last_run_that_is_long_enough() -> None:
     cache = make_cache()
     keys = [bytes([number]) for number in range(6)]
-    cache.insert(0, [keys[0], keys[2], keys[3], keys[5]], [10, 12, 13, 15], None)
+    cache.insert(0, [keys[0], keys[2], keys[3], keys[5]], [10, 12, 13, 15])
     assert cache.last_cached_run(0, keys, 2) == [0, 0, 12, 13]
     assert cache.last_cached_run(0, keys, 1) == [0, 0, 0, 0, 0, 15]
     assert cache.last_cached_run(0, keys, 3) == [10]

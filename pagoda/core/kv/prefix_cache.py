@@ -19,7 +19,7 @@ import numpy as np
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.events import EventStream, Removed, Stored
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPools
-from pagoda.core.kv.sizing import KVSizing
+from pagoda.core.kv.sizing import KVGroup, KVSizing
 from pagoda.core.request import LoraRef, MediaItem, PromptEmbeds, Request, Sequence
 from pagoda.core.request_table import RequestTable
 
@@ -169,17 +169,9 @@ class PrefixCache:
 
     # Hashes and blocks
 
-    def insert(self, group: int, hashes: list[bytes], blocks: list[int], parent: bytes | None) -> None:
-        """`blocks[i]` now holds what `hashes[i]` says. Null blocks (0) and known blocks are skipped.
-
-        parent: the hash before the first, if there is one.
-        """
+    def insert(self, group: int, hashes: list[bytes], blocks: list[int]) -> None:
+        """`blocks[i]` now holds what `hashes[i]` says. Null blocks (0) and known blocks are skipped."""
         table, hash_of = self._blocks[group], self._hash_of
-        if self._events.cache_folds:
-            is_new = [block != 0 and one not in table for one, block in zip(hashes, blocks, strict=True)]
-            for first, end in np.diff([False, *is_new, False]).nonzero()[0].reshape(-1, 2).tolist():  # runs of them
-                before, new = hashes[first - 1] if first else parent, tuple(hashes[first:end])
-                self._events.write_cache(Stored(*self._events.now(), group, new, before))
         inserted: list[int] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
             if block == 0 or block in hash_of:
@@ -190,6 +182,17 @@ class PrefixCache:
             inserted.append(block)
         if inserted:
             self._pools.note_content(inserted)
+
+    def _write_stored(self, row: int, group: KVGroup, first_block: int, hashes: list[bytes], blocks: list[int]) -> None:
+        """Write which of the row's blocks, from `first_block` on, are new to the cache. They are not in it yet."""
+        table, sequence = self._blocks[group.index], self._table.owner(row)
+        is_new = [block != 0 and one not in table for one, block in zip(hashes, blocks, strict=True)]
+        for first, end in np.diff([False, *is_new, False]).nonzero()[0].reshape(-1, 2).tolist():  # runs of them
+            begin, size = first_block + first, group.block_size
+            parent = self._chains[sequence].hashes[begin * self._per_block[group.index] - 1] if begin else None
+            tokens = self._table.token_ids[row, begin * size : (first_block + end) * size].tobytes()
+            about = tuple(hashes[first:end]), parent, sequence.request.spec, begin * size, tokens
+            self._events.write_cache(Stored(*self._events.now(), group.index, *about))
 
     def _write_removed(self, hashes: Iterable[tuple[int, bytes]]) -> None:
         """Write which hashes, each with its group, no block has any more."""
@@ -317,7 +320,9 @@ class PrefixCache:
             begin, end = first // per_block, last // per_block
             blocks = self._entries[group.index][row, begin:end].tolist()
             hashes = chain.hashes[(begin + 1) * per_block - 1 : last : per_block]
-            self.insert(group.index, hashes, blocks, chain.hashes[begin * per_block - 1] if begin else None)
+            if self._events.cache_folds:
+                self._write_stored(row, group, begin, hashes, blocks)
+            self.insert(group.index, hashes, blocks)
         self.num_cached[row] = last
 
     def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:
