@@ -24,6 +24,7 @@ from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, Pago
 from pagoda.core.events import Event, Removed, Stored
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
+from pagoda.engine.clients.calls import Calls
 from pagoda.engine.clients.engine_link import SOCKET, open_recorder
 from pagoda.engine.engine_core import EngineCore
 from pagoda.executors.multi_process import RankDied
@@ -54,7 +55,16 @@ class EngineServer:
         self._stats_at = 0.0
         self._num_handled = 0
         self._calls_s = 0.0  # in the engine core's `step`
-        self._loading: dict[int, tuple[LoraRef, Future[Any]]] = {}  # by call id
+        self._loading: list[tuple[LoraRef, Future[Any], Future[None]]] = []  # adapters, and the replies
+        services = {
+            "abort": core.abort,
+            "finish_sequence": core.finish_sequence,
+            "reset_prefix_cache": core.reset_prefix_cache,
+            "load_adapter": self._load,
+            "unload_adapter": core.unload_adapter,
+            "look": self._look,
+        }
+        self._calls = _EngineCalls(self._send, services)
 
     def run(self) -> None:
         """Serve forever. An exception of the engine core ends the process; the client can replay its requests."""
@@ -106,21 +116,8 @@ class EngineServer:
         match self._codec.decode(data):
             case wire.AddRequest() as message:
                 self._add(message)
-            case wire.AbortRequests(keys):
-                self._core.abort(keys)
-            case wire.FinishSequence(key, sequence, status):
-                self._core.finish_sequence(key, sequence, status)
-            case wire.ResetPrefixCache(call_id, preempt_running):
-                self._send(wire.ResetReply(call_id, self._core.reset_prefix_cache(preempt_running)))
-            case wire.LoadAdapter(call_id, lora):
-                self._begin_load(call_id, lora)
-            case wire.UnloadAdapter(lora):
-                self._core.unload_adapter(lora)
-            case wire.Look(call_id, steps_after_s):
-                steps = self._core.strip.after(steps_after_s) if steps_after_s is not None else ()
-                self._send(wire.LookReply(call_id, self._core.view(), steps, self._make_stats()))
             case message:
-                raise AssertionError(f"no such message: {message}")
+                self._calls.take(message)
 
     def _add(self, message: wire.AddRequest) -> None:
         """Queue a request, or reject it. An error here only affects this request."""
@@ -139,29 +136,35 @@ class EngineServer:
             status = RequestStatus.FINISHED_ERROR
         self._send(wire.RequestRefused(message.key, reason, status))
 
-    def _begin_load(self, call_id: int, lora: LoraRef) -> None:
-        try:
-            self._loading[call_id] = (lora, self._core.begin_load_adapter(lora))
-        except RequestError as error:
-            self._send(wire.AdapterReply(call_id, str(error)))
+    def _look(self, steps_after_s: float | None) -> wire.LookReply:
+        """Return what runs now, and the steps that ended after a time; they are noted for a while from then on."""
+        steps = self._core.strip.after(steps_after_s) if steps_after_s is not None else ()
+        return wire.LookReply(self._core.view(), steps, self._make_stats())
+
+    def _load(self, lora: LoraRef) -> "Future[None]":
+        """Begin to read an adapter; return what is done once it can be used, or cannot be."""
+        reply = Future[None]()
+        self._loading.append((lora, self._core.begin_load_adapter(lora), reply))
         self._end_loads()
+        return reply
 
     def _end_loads(self) -> None:
-        """Reply to the calls whose adapter has been loaded, or cannot be."""
-        done = [call_id for call_id, (_, loaded) in self._loading.items() if loaded.done()]
-        for call_id in done:
-            lora, loaded = self._loading.pop(call_id)
-            why = None
+        """Reply to the calls whose adapter has been read, or cannot be."""
+        for load in [load for load in self._loading if load[1].done()]:
+            self._loading.remove(load)
+            lora, loaded, reply = load
             try:
                 self._core.end_load_adapter(lora, loaded)
             except (WorkerDied, InvariantBroken):
                 raise
             except PagodaError as error:
-                why = str(error)
+                reply.set_exception(RequestError(str(error), "lora_request"))
             except Exception as error:
                 logger.exception("the adapter %s could not be loaded", lora.name)
                 why = f"the adapter {lora.name!r} could not be loaded: {type(error).__name__}: {error}"
-            self._send(wire.AdapterReply(call_id, why))
+                reply.set_exception(RequestError(why, "lora_request"))
+            else:
+                reply.set_result(None)
 
     def _send(self, message: msgspec.Struct) -> None:
         self._socket.send(self._codec.encode(message))
@@ -181,6 +184,16 @@ class EngineServer:
             adapters_dropped=dropped,
             at_s=self._stats_at,
         )
+
+
+class _EngineCalls(Calls):
+    """The calls of the parent process."""
+
+    def refuse(self, call: wire.Call, error: Exception) -> None:
+        """Answer a call whose request is at fault; after any other error the engine cannot go on."""
+        if not isinstance(error, RequestError):
+            raise error
+        super().refuse(call, error)
 
 
 def main() -> None:

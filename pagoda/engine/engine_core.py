@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,7 +126,7 @@ class EngineCore:
             )
             raise InvariantBroken(reason) from cause
 
-    def abort(self, keys: Iterable[RequestKey]) -> None:
+    def abort(self, keys: Collection[RequestKey]) -> None:
         """Abort requests in any state; they produce no further output. Ignore unknown ones."""
         self._scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
 

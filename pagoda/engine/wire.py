@@ -17,7 +17,7 @@ import numpy as np
 
 from pagoda.base.config import EngineConfig
 from pagoda.core.events import ClientEvent, Events
-from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
+from pagoda.core.request import Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.view import SchedulerView, joined_views
@@ -35,45 +35,6 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     num_seqs: int
     request: msgspec.Raw
     num_arrays: int = 0
-
-
-class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    keys: tuple[RequestKey, ...]
-
-
-class FinishSequence(msgspec.Struct, frozen=True, tag="finish_sequence"):
-    """Finish a sequence (a stop string was found in its text); the request's other sequences continue."""
-
-    key: RequestKey
-    sequence: int
-    status: RequestStatus
-
-
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    call_id: int
-    preempt_running: bool = False
-
-
-class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
-    call_id: int
-    lora: LoraRef
-
-
-class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
-    lora: LoraRef
-
-
-class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Ask for what the engine runs now.
-
-    steps_after_s: also for its steps that ended after this time; steps are noted for a while from then on. None: no.
-    """
-
-    call_id: int
-    steps_after_s: float | None
-
-
-ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter | Look
 
 
 _SIZE_THE_CACHE = ("kv_cache_memory", "gpu_memory_utilization", "swap_space")
@@ -281,22 +242,9 @@ class IdleReport(msgspec.Struct, frozen=True, tag="idle"):
     num_handled: int
 
 
-class ResetReply(msgspec.Struct, frozen=True, tag="reset_reply"):
-    call_id: int
-    succeeded: bool
+class LookReply(msgspec.Struct, frozen=True):
+    """What runs now, the steps that were asked for, and the statistics."""
 
-
-class AdapterReply(msgspec.Struct, frozen=True, tag="adapter_reply"):
-    """The reply to LoadAdapter.   error: why the adapter cannot be used, or None."""
-
-    call_id: int
-    error: str | None
-
-
-class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
-    """What runs now, and the steps that were asked for."""
-
-    call_id: int
     view: SchedulerView
     steps: tuple[StepNote, ...]
     stats: EngineStats
@@ -307,25 +255,14 @@ class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
         until_s = min(one.stats.at_s for one in replies)
         steps = sorted((step for one in replies for step in one.steps), key=lambda step: step.ended_s)
         return LookReply(
-            call_id=0,
             view=joined_views([one.view for one in replies]),
             steps=tuple(step for step in steps if step.ended_s <= until_s),
             stats=EngineStats.sum_of([one.stats for one in replies]),
         )
 
 
-FromEngine = (
-    Ready
-    | StartFailed
-    | StepOutputs
-    | StepReport
-    | CacheChanges
-    | RequestRefused
-    | IdleReport
-    | ResetReply
-    | AdapterReply
-    | LookReply
-)
+ToEngine = AddRequest | Call
+FromEngine = Ready | StartFailed | StepOutputs | StepReport | CacheChanges | RequestRefused | IdleReport | Reply
 FromClient = AddRequest | Call | Reply
 """What clients in other processes send to a ClientServer."""
 FromServer = Connected | EngineEnded | EngineReport | StepOutputs | AllEvents | Call | Reply

@@ -1,8 +1,10 @@
 """The engine process's loop: an idle engine returns memory once nothing has come for a while."""
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagoda.assembly import engine_process
@@ -11,7 +13,12 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.core.request import LoraRef
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
+from tests.engine.clients.engine_calls import call, reply
 from tests.fake_engine import fake_core
+
+
+def encoded(call_id: int, name: str, *arguments: object) -> bytes:
+    return wire.Codec(wire.FromEngine).encode(call(call_id, name, *arguments))
 
 
 class Ended(Exception):
@@ -36,7 +43,7 @@ class Silence:
         if not self._waits_ms:
             raise Ended
         self._waits_ms.pop(0)
-        return wire.Codec(wire.ToEngine).encode(wire.AbortRequests(()))
+        return encoded(0, "abort", ())
 
 
 @pytest.mark.parametrize(("waits_ms", "most"), [([0, 1, 2], 0), ([RETURN_MEMORY_AFTER_MS + 1, 0], 1)])
@@ -59,8 +66,8 @@ def test_an_adapter_that_is_being_read_delays_no_other_message(error: Exception 
     core: Any = fake_core()
     core.begin_load_adapter = lambda lora: loading
     core.end_load_adapter = lambda lora, loaded: loaded.result()
-    encode, sent = wire.Codec(wire.ToEngine).encode, list[object]()
-    messages = [encode(wire.LoadAdapter(1, LoraRef("a", "/a", "a"))), encode(wire.ResetPrefixCache(2, False))]
+    sent = list[object]()
+    messages = [encoded(1, "load_adapter", LoraRef("a", "/a", "a")), encoded(2, "reset_prefix_cache")]
 
     class Socket:
         def send(self, data: bytes) -> None:
@@ -80,8 +87,18 @@ def test_an_adapter_that_is_being_read_delays_no_other_message(error: Exception 
     with pytest.raises(Ended):
         EngineServer(core, socket).run()
     why = f"the adapter 'a' could not be loaded: KeyError: {error}" if isinstance(error, KeyError) else str(error)
-    reply, idle, loaded = sent[-3:]
-    assert reply == wire.ResetReply(2, True)
+    reset, idle, loaded = sent[-3:]
+    assert reset == wire.Reply(2, msgspec.Raw(b"\xc3"))  # True
     assert isinstance(idle, wire.IdleReport)
     assert idle.num_handled == 2
-    assert loaded == wire.AdapterReply(1, why if error is not None else None)
+    assert loaded == reply(1, why if error is not None else None)
+
+
+def test_a_call_that_fails_for_no_fault_of_its_caller_ends_the_engine() -> None:
+    """The parent starts another one, with the requests."""
+    core: Any = fake_core()
+    core.abort = lambda keys: {}[tuple(keys[0])]
+    messages = [encoded(0, "abort", ((0, 1),))]
+    socket: Any = SimpleNamespace(send=lambda _: None, poll=lambda _: True, recv=lambda *_: messages.pop())
+    with pytest.raises(KeyError):
+        EngineServer(core, socket).run()

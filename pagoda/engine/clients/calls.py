@@ -15,17 +15,18 @@ What one process owns for all is an object, of which each may call the methods t
 
 import asyncio
 import inspect
+import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from functools import cache, partial
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import msgspec
 
 from pagoda.base.errors import PagodaError, WorkerDied, fresh
 from pagoda.engine import wire
-from pagoda.engine.clients.client_outputs import Replies
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -36,7 +37,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Services = Mapping[str, Callable[..., Any]]
 """Functions by name, coroutine functions among them. One that is none runs before later messages are read.
 
-What pagoda's errors say reaches the caller, who gets the same error; any other is logged here.
+One that returns a future is answered when that is done. What pagoda's errors say reaches the caller, who gets the same
+error; any other is logged here.
 """
 
 
@@ -96,8 +98,9 @@ class Calls(AnyCalls):
         self._services: dict[str, tuple[Callable[..., Any], list[Any]]] = {}
         self._early: list[wire.Call] | None = []  # None: functions are offered
         self._encoder = wire.make_encoder()
-        self._replies = Replies[wire.Reply]()
-        self._answering: set[asyncio.Task[None]] = set()
+        self._waiting: dict[int, asyncio.Future[wire.Reply]] = {}  # by call id
+        self._call_ids = itertools.count(1)
+        self._answering: set[asyncio.Future[Any]] = set()
         self._ended: WorkerDied | None = None
         if services is not None:
             self.offer(services)
@@ -116,21 +119,28 @@ class Calls(AnyCalls):
         """
         if self._ended is not None:
             raise fresh(self._ended)
-        call_id, replied = self._replies.expect()
-        self.post(name, *arguments, call_id=call_id)
-        reply = await replied
+        call_id = next(self._call_ids)
+        replied = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self.post(name, *arguments, call_id=call_id)
+            reply = await replied
+        finally:
+            del self._waiting[call_id]
         if reply.error is not None:
             raise _error_of(*reply.error)
         return wire.make_decoder(returns).decode(reply.value)
 
     def post(self, name: str, *arguments: object, call_id: int = 0) -> None:
-        """Call a function of the other end without waiting for it. Its errors are logged there."""
-        self._send(wire.Call(call_id, name, tuple(map(self._raw, arguments))))
+        """Call a function of the other end, if there is one, without waiting for it. Its errors are logged there."""
+        if self._ended is None:
+            self._send(wire.Call(call_id, name, tuple(map(self._raw, arguments))))
 
     def take(self, message: wire.Call | wire.Reply) -> None:
         """Take a message of the other end."""
         if isinstance(message, wire.Reply):
-            self._replies.settle(message.call_id, message)
+            waiting = self._waiting.get(message.call_id)
+            if waiting is not None and not waiting.done():  # its caller may have been cancelled
+                waiting.set_result(message)
         elif self._early is not None:
             self._early.append(message)
         else:
@@ -141,33 +151,38 @@ class Calls(AnyCalls):
         self._ended = error
         for task in self._answering:
             task.cancel()
-        self._replies.end(error)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(fresh(error))
 
     def _answer(self, call: wire.Call) -> None:
         try:
             service, decoders = self._services[call.name]
             result = service(*(one.decode(data) for one, data in zip(decoders, call.arguments, strict=False)))
-            if not inspect.isawaitable(result):
+            if inspect.isawaitable(result):
+                result = asyncio.ensure_future(result)
+                self._answering.add(result)
+            if isinstance(result, asyncio.Future | Future):
+                result.add_done_callback(partial(self._answer_later, call))
+            else:
                 self._reply(call, result)
-                return
         except Exception as error:
-            self._refuse(call, error)
-            return
-        task = asyncio.ensure_future(self._answer_later(call, result))
-        self._answering.add(task)
-        task.add_done_callback(self._answering.discard)
+            self.refuse(call, error)
 
-    async def _answer_later(self, call: wire.Call, result: Awaitable[object]) -> None:
-        try:
-            self._reply(call, await result)
-        except Exception as error:
-            self._refuse(call, error)
+    def _answer_later(self, call: wire.Call, done: "asyncio.Future[Any] | Future[Any]") -> None:
+        self._answering.discard(done)  # type: ignore[arg-type]
+        if not done.cancelled():
+            try:
+                self._reply(call, done.result())
+            except Exception as error:
+                self.refuse(call, error)
 
     def _reply(self, call: wire.Call, result: object) -> None:
         if call.call_id:
             self._send(wire.Reply(call.call_id, self._raw(result)))
 
-    def _refuse(self, call: wire.Call, error: Exception) -> None:
+    def refuse(self, call: wire.Call, error: Exception) -> None:
+        """Answer a call that has failed."""
         if not isinstance(error, PagodaError) or not call.call_id:
             logger.error("the call %r failed", call.name, exc_info=error)
         if call.call_id:

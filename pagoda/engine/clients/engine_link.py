@@ -132,7 +132,7 @@ class EngineLink:
             return None
         return self._codec.decode(receive.result())
 
-    def send(self, message: wire.ToEngine) -> None:
+    def send(self, message: wire.Call | wire.Reply) -> None:
         """Send a message that is not a request; a failure is logged."""
         try:
             self.send_bytes(self._codec.encode(message))

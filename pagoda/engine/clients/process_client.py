@@ -14,7 +14,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
@@ -23,7 +22,8 @@ from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
-from pagoda.engine.clients.client_outputs import ClientOutputs, Replies
+from pagoda.engine.clients.calls import Calls
+from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.journal import Journal, JournalEntry, Suspects, error_outputs
 from pagoda.engine.clients.router import ReplicaLoad
 from pagoda.engine.clients.supervisor import Supervisor
@@ -33,8 +33,7 @@ logger = logging.getLogger("pagoda.engine")
 
 _MAX_LOADS = 2  # of one call to load an adapter, in as many engines
 
-_Reply = wire.ResetReply | wire.AdapterReply | wire.LookReply | None
-"""None: the engine has died before it replied."""
+_NO_ENGINE = WorkerDied("there is no engine now")
 
 Sink = Callable[[EngineCoreOutputs | WorkerDied], object]
 """Takes what a client gets of the steps, or the error that ended the engine for good."""
@@ -67,10 +66,12 @@ class ProcessClient(ClientOutputs):
         self._codec = wire.Codec(wire.FromEngine)
         self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait} if sinks is None else sinks
         self._suspects = Suspects(self._journal)
-        self._replies = Replies[_Reply]()
+        self._calls = Calls(self._send, {})  # of the engine, or of none
+        self._calls.end(_NO_ENGINE)
         self.cached = set[bytes]()
         """Hashes of the blocks in the prefix cache, as far as the engine tells."""
         self._loaded: dict[str, LoraRef] = {}  # adapters, by digest
+        self._loads_again: list[asyncio.Task[None]] = []
         self._num_kept = config.model.lora.num_kept
         self._num_unloads: Counter[str] = Counter()
         self._takes_loads = asyncio.Event()
@@ -118,23 +119,23 @@ class ProcessClient(ClientOutputs):
         for key in known:
             self._journal.close(key)
         if known:
-            self._send(wire.AbortRequests(tuple(known)))
+            self._calls.post("abort", known)
         self._send_next()
 
     def finish_sequence(self, handle: int, sequence: int, status: RequestStatus, client_index: int = 0) -> None:
         key = (client_index, handle)
         self._journal.end_sequence(key, sequence)
-        self._send(wire.FinishSequence(key, sequence, status))
+        self._calls.post("finish_sequence", key, sequence, status)
         self._send_next()
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Return False if blocks are in use. Return True while the engine is down: its cache is gone."""
         if self.died is not None:
             raise fresh(self.died)
-        if not self.is_up:
+        try:
+            return await self._calls.call("reset_prefix_cache", preempt_running, returns=bool)
+        except WorkerDied:
             return True
-        reply = await self._call(partial(wire.ResetPrefixCache, preempt_running=preempt_running))
-        return reply.succeeded if isinstance(reply, wire.ResetReply) else True
 
     async def load_adapter(self, lora: LoraRef) -> None:
         """Load an adapter; wait for an engine if there is none. If it dies meanwhile, try once more, in the next one.
@@ -152,14 +153,16 @@ class ProcessClient(ClientOutputs):
                 raise fresh(self.died)
             if num_unloads < self._num_unloads[lora.digest]:  # it is not wanted any more
                 return
-            reply = await self._call(partial(wire.LoadAdapter, lora=lora))
-            if isinstance(reply, wire.AdapterReply):
-                if reply.error is not None:
-                    self._loaded.pop(lora.digest, None)
-                    raise RequestError(reply.error, "lora_request")
-                if num_unloads == self._num_unloads[lora.digest]:
-                    self._loaded[lora.digest] = lora
-                return
+            try:
+                await self._calls.call("load_adapter", lora)
+            except WorkerDied:
+                continue
+            except RequestError:
+                self._loaded.pop(lora.digest, None)
+                raise
+            if num_unloads == self._num_unloads[lora.digest]:
+                self._loaded[lora.digest] = lora
+            return
         raise WorkerDied(f"engines died while they loaded the adapter {lora.name!r}")
 
     def load_adapter_later(self, lora: LoraRef) -> None:
@@ -180,14 +183,13 @@ class ProcessClient(ClientOutputs):
             return
         self._loaded.pop(lora.digest, None)
         self._num_unloads[lora.digest] += 1
-        self._send(wire.UnloadAdapter(lora))
+        self._calls.post("unload_adapter", lora)
 
     async def look(self, steps_after_s: float | None = None) -> wire.LookReply | None:
         """Return what the engine does now, and its steps that ended after a time; None while it is down."""
-        if not self.is_up:
-            return None
-        reply = await self._call(partial(wire.Look, steps_after_s=steps_after_s))
-        if not isinstance(reply, wire.LookReply):
+        try:
+            reply = await self._calls.call("look", steps_after_s, returns=wire.LookReply)
+        except WorkerDied:
             return None
         self._stats = reply.stats
         return reply
@@ -302,6 +304,7 @@ class ProcessClient(ClientOutputs):
 
     def on_ready(self) -> None:
         """Replay all running requests to an engine that has become ready, suspects one at a time."""
+        self._calls = Calls(self._send, {})
         for entry in self._suspects.begin(self._supervisor.process_number):
             self._enter(entry)
         self._send_next()
@@ -331,8 +334,8 @@ class ProcessClient(ClientOutputs):
                 if entry is not None:
                     self._end_entry(entry, text, status)
                 self._send_next()
-            case wire.ResetReply() | wire.AdapterReply() | wire.LookReply():
-                self._replies.settle(message.call_id, message)
+            case wire.Reply():
+                self._calls.take(message)
             case wire.Ready() | wire.StartFailed():
                 raise AssertionError(f"the supervisor's: {message}")
 
@@ -350,7 +353,7 @@ class ProcessClient(ClientOutputs):
             at_s=last.at_s,
         )
         self._takes_loads.clear()
-        self._replies.end(None)
+        self._calls.end(_NO_ENGINE)
         self.cached.clear()
         for entry in self._journal:
             entry.num_cached = 0
@@ -366,7 +369,7 @@ class ProcessClient(ClientOutputs):
         return bool(rejected)
 
     def on_give_up(self, error: WorkerDied) -> None:
-        self._replies.end(None)
+        self._calls.end(error)
         self._takes_loads.set()  # so that calls that wait for it see that the engine has died
         self.on_gone(error)
 
@@ -391,7 +394,7 @@ class ProcessClient(ClientOutputs):
             self._end_entry(entry, f"the request could not be sent to the engine: {type(error).__name__}: {error}")
         else:
             for sequence in set(range(request.num_seqs)) - entry.live:
-                self._send(wire.FinishSequence(request.key, sequence, RequestStatus.FINISHED_STOPPED))
+                self._calls.post("finish_sequence", request.key, sequence, RequestStatus.FINISHED_STOPPED)
 
     def _end_entry(
         self, entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
@@ -425,15 +428,18 @@ class ProcessClient(ClientOutputs):
             self.on_change()
         # A load that kills an engine must not look like a suspect.
         if self.is_up and not self._suspects.is_probing and not self._takes_loads.is_set():
+            last = list(self._loaded.values())[-self._num_kept :]
+            self._loads_again = [asyncio.create_task(self._load_again(lora)) for lora in last]
             self._takes_loads.set()
-            for lora in list(self._loaded.values())[-self._num_kept :]:
-                self._call(partial(wire.LoadAdapter, lora=lora)).add_done_callback(partial(self._on_loaded_again, lora))
 
-    def _on_loaded_again(self, lora: LoraRef, done: "asyncio.Future[_Reply]") -> None:
-        reply = done.result()
-        has_failed = not isinstance(reply, wire.AdapterReply) or reply.error is not None
-        if has_failed and self._loaded.get(lora.digest) is lora:
-            del self._loaded[lora.digest]
+    async def _load_again(self, lora: LoraRef) -> None:
+        """Load an adapter into the next engine, too, if it is still wanted; forget it if that fails."""
+        try:
+            if self._loaded.get(lora.digest) is lora:
+                await self._calls.call("load_adapter", lora)
+        except (RequestError, WorkerDied):
+            if self._loaded.get(lora.digest) is lora:
+                del self._loaded[lora.digest]
 
     def _note_steps(self, step_tokens: tuple[int, ...], stats: wire.EngineStats | None) -> None:
         self._suspects.note_computed(sum(step_tokens))
@@ -442,13 +448,7 @@ class ProcessClient(ClientOutputs):
         if stats is not None:
             self._stats = stats
 
-    def _send(self, message: wire.ToEngine) -> None:
+    def _send(self, message: wire.Call | wire.Reply) -> None:
         """Send a message that is not a request, if an engine is up; a failure is logged."""
         if self._supervisor.link is not None:
             self._supervisor.link.send(message)
-
-    def _call(self, message: Callable[[int], wire.ToEngine]) -> "asyncio.Future[_Reply]":
-        """Send the message that `message` returns for a call id; return the reply to it."""
-        call_id, reply = self._replies.expect()
-        self._send(message(call_id))
-        return reply

@@ -19,7 +19,9 @@ from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.flight_recorder import FlightRecord
+from pagoda.engine.inputs.adapters import Adapter
 from tests.engine.byte_llama import write_byte_llama
+from tests.engine.clients.engine_calls import load, reply, unload
 from tests.engine.clients.engine_in_process import Work, kill_held, run_engine
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
 from tests.engine.steps import Steps
@@ -45,7 +47,7 @@ def run(model: Path, work: Work) -> None:
     run_engine(work, ProcessClient(config, 60.0, "tests.engine.stepped_engine"), config)
 
 
-async def collect(llm: AsyncEngine, name: str, lora: LoraRef | None, max_tokens: int = 24) -> list[list[int]]:
+async def collect(llm: AsyncEngine, name: str, lora: Adapter | None, max_tokens: int = 24) -> list[list[int]]:
     params = SamplingParams(n=2, max_tokens=max_tokens, seed=7, ignore_eos=True)
     outputs = [output async for output in generate(llm, PROMPT, params, name, lora=lora)]
     assert outputs[-1].error is None
@@ -100,13 +102,17 @@ class Engines:
         self.client._supervisor.process_number += 1
         self.client.on_ready()
 
+    async def begin_again(self) -> None:
+        self.begin()
+        await asyncio.sleep(0)
+
     async def load(self, lora: LoraRef) -> "asyncio.Task[None]":
         loading = asyncio.create_task(self.client.load_adapter(lora))
         await asyncio.sleep(0)
         return loading
 
     async def reply(self, call_id: int, error: str | None = None) -> None:
-        self.client.on_message(wire.AdapterReply(call_id, error))
+        self.client.on_message(reply(call_id, error))
         await asyncio.sleep(0)
 
     async def die(self) -> None:
@@ -124,8 +130,7 @@ def test_an_adapter_that_kills_engines_is_not_loaded_again() -> None:
         engines = Engines()
         waiting = await engines.load(ONE)
         assert not engines.sent
-        engines.begin()
-        await asyncio.sleep(0)
+        await engines.begin_again()
         await engines.reply(1)
         await waiting
         refused = await engines.load(TWO)
@@ -134,14 +139,12 @@ def test_an_adapter_that_kills_engines_is_not_loaded_again() -> None:
             await refused
         died = await engines.load(THREE)
         await engines.die()
-        engines.begin()
-        await asyncio.sleep(0)
-        assert engines.sent == [wire.LoadAdapter(4, ONE), wire.LoadAdapter(5, THREE)]
+        await engines.begin_again()
+        assert engines.sent == [load(1, ONE), load(2, THREE)]
         await engines.die()  # before it replied
         with pytest.raises(WorkerDied, match="engines died while they loaded the adapter 'three'"):
             await died
-        engines.begin()
-        await asyncio.sleep(0)
+        await engines.begin_again()
         assert engines.sent == []
         await engines.die()
         last = await engines.load(ONE)
@@ -162,11 +165,11 @@ def test_an_adapter_that_is_refused_when_it_is_loaded_again_is_forgotten() -> No
         await engines.reply(1)
         await loading
         await engines.die()
-        engines.begin()
-        assert engines.sent == [wire.LoadAdapter(2, ONE)]
-        await engines.reply(2, "its files have changed")
+        await engines.begin_again()
+        assert engines.sent == [load(1, ONE)]
+        await engines.reply(1, "its files have changed")
         await engines.die()
-        engines.begin()
+        await engines.begin_again()
         assert engines.sent == []
 
     asyncio.run(work())
@@ -181,8 +184,8 @@ def test_no_more_adapters_than_are_kept_are_loaded_again() -> None:
             await engines.reply(call_id)
             await loading
         await engines.die()
-        engines.begin()
-        assert engines.sent == [wire.LoadAdapter(4, TWO), wire.LoadAdapter(5, THREE)]
+        await engines.begin_again()
+        assert engines.sent == [load(1, TWO), load(2, THREE)]
 
     asyncio.run(work())
 
@@ -200,12 +203,12 @@ def test_adapters_are_loaded_after_the_probes_of_suspects() -> None:
         await engines.die()
         engines.begin()
         late = await engines.load(ONE)
-        assert [isinstance(message, wire.LoadAdapter) for message in sent] == [False]
+        assert [isinstance(message, wire.Call) for message in sent] == [False]
         one = np.ones(1, np.int32)
         two_tokens = EngineCoreOutputs(one.astype(np.int64), one * 0, one * 2, np.ones(2, np.int32))
         client.on_message(wire.StepOutputs(0, two_tokens, (2,), None))
         await asyncio.sleep(0)
-        assert [type(message) for message in sent[1:]] == [wire.LoadAdapter] * 2
+        assert sent[1:] == [load(1, ONE), load(2, ONE)]
         await engines.die()
         assert (0, 1) in client._journal
         for task in (loading, late):
@@ -224,22 +227,30 @@ def test_an_unload_during_a_load_is_not_undone_by_the_late_reply() -> None:
         assert engines.sent == []
         late = await engines.load(ONE)
         engines.client.unload_adapter(ONE)
-        assert engines.sent == [wire.LoadAdapter(1, ONE), wire.UnloadAdapter(ONE)]
+        assert engines.sent == [load(1, ONE), unload(ONE)]
         await engines.reply(1)
         await late
         await engines.die()
-        engines.begin()
+        await engines.begin_again()
         assert engines.sent == []
+        again = await engines.load(ONE)
+        await engines.reply(1)
+        await again
+        await engines.die()
+        await engines.begin_again()
+        engines.client.unload_adapter(ONE)  # while the next engine loads it again
+        assert engines.sent == [load(1, ONE), unload(ONE)]
+        await engines.reply(1)
         again = await engines.load(ONE)
         await engines.reply(2)
         await again
         await engines.die()
         engines.begin()
-        engines.client.unload_adapter(ONE)  # while the next engine loads it again
-        assert engines.sent == [wire.LoadAdapter(3, ONE), wire.UnloadAdapter(ONE)]
-        await engines.reply(3)
+        engines.client.unload_adapter(ONE)  # before the next engine loads it again
+        await asyncio.sleep(0)
+        assert engines.sent == [unload(ONE)]
         await engines.die()
-        engines.begin()
+        await engines.begin_again()
         assert engines.sent == []
 
     asyncio.run(work())
