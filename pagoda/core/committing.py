@@ -210,7 +210,7 @@ def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunn
     such a row, are computed again: their results, which are in flight, are dropped.
     """
     lost_runs = output.encoder_runs if raised else ()
-    waiting = state.encoder.waiting_for(lost_runs)
+    waiting = state.encoder.cache.holders_of(lost_runs)
     readers = state.encoder.readers_of(lost_runs, state.in_flight.outputs)
     rows, blocks = find_spoiled(result.failed, readers, output, state.in_flight.outputs, state.kv)
     sequences = [state.table.sequence_of[row] for row in rows]
@@ -224,7 +224,7 @@ def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunn
             continue
         message = result.failed[row]
         request = sequence.request
-        state.events.write(Failed(*state.events.at(request.spec), output.step, message))
+        state.events.write(Failed, request.spec, output.step, message)
         if row in state.batch.leaders and len(request.unfinished) > 1 and not request.spec.is_beam_search:
             spoiled.add(request)  # its siblings, which wait for the row, start again in their turn
             state.batch.release_siblings(row)
@@ -233,7 +233,7 @@ def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunn
     spoiled.update(one.request for one in sequences if one is not None and not one.is_finished)
     spoiled.update(request for request in waiting if request.key in state.requests)
     for request in sorted(spoiled, key=lambda one: -one.admission):  # so that the queue keeps their order
-        state.events.write(Failed(*state.events.at(request.spec), output.step, None))
+        state.events.write(Failed, request.spec, output.step, None)
         recompute(state, request)
     for run in lost_runs:  # no request holds its output any more
         state.encoder.cache.evict(run.content_hash)

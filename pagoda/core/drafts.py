@@ -82,4 +82,4 @@ class Drafts:
             of_client = verified.setdefault(request.spec.client_index, [])
             of_client.append((request.spec.handle, sequence.index, len(drafts), num_accepted))
         for client, entries in verified.items():
-            self._events.write(DraftsVerified(*self._events.now(), client, *zip(*entries, strict=True)))
+            self._events.append(DraftsVerified(*self._events.now(), client, *zip(*entries, strict=True)))

@@ -101,9 +101,9 @@ class EncoderCache:
         for content_hash in list(self._unreferenced):
             self.evict(content_hash)
 
-    def holders_of(self, content_hash: str) -> frozenset[RequestState]:
-        """Return the requests that reference the output."""
-        return frozenset(self._holders.get(content_hash, ()))
+    def holders_of(self, runs: Iterable[EncoderRun]) -> set[RequestState]:
+        """Return the requests that reference the outputs of these runs."""
+        return {request for run in runs for request in self._holders.get(run.content_hash, ())}
 
     def evict(self, content_hash: str) -> None:
         """Drop an output that nothing references, if it is cached, or was to be computed in this step."""
@@ -190,7 +190,7 @@ class EncoderInputs:
         for item in chunk.repeated:
             self.cache.touch(request, item)
         if num_items := len(chunk.to_encode) + len(chunk.repeated) + chunk.num_found:
-            self._events.write(Encoded(*self._events.at(request.spec), num_items, num_cached))
+            self._events.write(Encoded, request.spec, num_items, num_cached)
 
     def _plan_media(self, plan: StepPlan, request: RequestState, start: int, num_new: int) -> Chunk:
         chunk = Chunk(num_new, Reason.ENCODER)
@@ -268,10 +268,6 @@ class EncoderInputs:
             row, items = holder.rows[0], holder.spec.media
             item = next(number for number, media in enumerate(items) if media.content_hash == run.content_hash)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, run.content_hash))
-
-    def waiting_for(self, runs: Iterable[EncoderRun]) -> set[RequestState]:
-        """Return the requests that hold the outputs of these runs."""
-        return {request for run in runs for request in self.cache.holders_of(run.content_hash)}
 
     def readers_of(self, runs: Collection[EncoderRun], steps: Iterable[SchedulerOutput]) -> dict[int, set[int]]:
         """Return, by step, rows whose chunks read outputs of these runs, also rows that their sequences have left."""

@@ -7,12 +7,13 @@ identified by its client and handle; its id is a label, which the first and the 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, dataclass_transform
+from typing import TypeVar, TypeVarTuple, dataclass_transform
 
 from pagoda.base.clock import Clock
 from pagoda.core.request import AdmitKind, Reason, Request, RequestStatus
 
 _Kind = TypeVar("_Kind")
+_Fields = TypeVarTuple("_Fields")
 
 
 @dataclass_transform(frozen_default=True)
@@ -294,16 +295,18 @@ class EventStream:
             folds.append(fold)
         return end
 
-    def at(self, request: Request) -> tuple[int, float, int, int]:
-        """Return what an event of the request begins with."""
-        return self.step, self._clock.now(), request.client_index, request.handle
+    def write(
+        self, kind: Callable[[int, float, int, int, *_Fields], ClientEvent], request: Request, *fields: *_Fields
+    ) -> None:
+        """Append what happened to a request. Only the owner of the fact calls this.   fields: after its first four."""
+        self.append(kind(self.step, self._clock.now(), request.client_index, request.handle, *fields))
 
     def now(self) -> tuple[int, float]:
         """Return what an event that is of no request begins with."""
         return self.step, self._clock.now()
 
-    def write(self, event: ClientEvent) -> None:
-        """Append what happened to a request. Only the owner of the fact calls this."""
+    def append(self, event: ClientEvent) -> None:
+        """Append what happened to several requests of a client, as their owner."""
         self._pending.append(event)
         for fold in self._folds:
             fold(event)

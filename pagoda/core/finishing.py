@@ -92,7 +92,7 @@ def _build_output(state: SchedulerState, plan: StepPlan) -> SchedulerOutput:
     kv = state.kv
     for row, source, target in kv.tables.copies:
         sequence = state.table.owner(row)
-        state.events.write(Copied(*state.events.at(sequence.request.spec), sequence.index, source, target))
+        state.events.write(Copied, sequence.request.spec, sequence.index, source, target)
     block_delta, copies = kv.tables.take_changes()
     swap_out, swap_in = kv.host.take_moves()
     preempted, finished = state.take_notices()

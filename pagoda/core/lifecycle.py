@@ -41,8 +41,7 @@ def add_request(state: SchedulerState, request: Request, progress: Progress) -> 
     state.requests[added.key] = added
     state.stops.add(request)
     position = state.waiting.push(added)
-    at = state.events.at(request)
-    state.events.write(Queued(*at, request.request_id, request.num_prompt_tokens, request.num_seqs, position))
+    state.events.write(Queued, request, request.request_id, request.num_prompt_tokens, request.num_seqs, position)
 
 
 def _check(state: SchedulerState, request: Request) -> None:
@@ -101,8 +100,7 @@ def _note_reason(
         return
     request.held_for = reason
     num_blocks, num_free, position = sum(state.kv.most_blocks(request)), state.kv.num_free, queue.position(request)
-    at = state.events.at(request.spec)
-    state.events.write(Held(*at, reason, position, stops_queue, num_blocks, num_free))
+    state.events.write(Held, request.spec, reason, position, stops_queue, num_blocks, num_free)
 
 
 def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:
@@ -141,7 +139,7 @@ def note_first_outputs(state: SchedulerState, rows: np.ndarray) -> None:
 def note_first_output(state: SchedulerState, request: RequestState) -> None:
     """The request emits its first token."""
     request.has_output = True
-    state.events.write(FirstToken(*state.events.at(request.spec), request.spec.num_prompt_tokens))
+    state.events.write(FirstToken, request.spec, request.spec.num_prompt_tokens)
 
 
 # Out of the running batch
@@ -210,7 +208,7 @@ def swap_out(state: SchedulerState, request: RequestState, cause: RequestState) 
     free_before = state.kv.num_free
     sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
     num_blocks = state.kv.swap_out(sequences)
-    state.events.write(Swapped(*state.events.at(request.spec), True, num_blocks))
+    state.events.write(Swapped, request.spec, True, num_blocks)
     for sequence in sequences:
         _leave_row(state, sequence)
     _leave(state, request)
@@ -237,7 +235,7 @@ def _note_preempted(
     state.preempted.append(request.key)
     who = (None, None) if cause is None else cause.spec.key
     num_freed = state.kv.num_free - free_before
-    state.events.write(Preempted(*state.events.at(request.spec), *who, mode, num_lost, num_freed))
+    state.events.write(Preempted, request.spec, *who, mode, num_lost, num_freed)
 
 
 def _leave(state: SchedulerState, request: RequestState) -> None:
@@ -283,8 +281,8 @@ def finish_sequence(
     is_last = not request.unfinished
     if is_last:
         _remove(state, request, status)
-    at = state.events.at(request.spec)
-    state.events.write(Ended(*at, request.spec.request_id, sequence.index, status, stop_reason, message, is_last))
+    spec = request.spec
+    state.events.write(Ended, spec, spec.request_id, sequence.index, status, stop_reason, message, is_last)
 
 
 def _remove(state: SchedulerState, request: RequestState, status: RequestStatus) -> None:

@@ -144,7 +144,7 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
     for sequence in sequences:
         give_row(state, sequence, sequence.num_computed)
     num_blocks = state.kv.host.swap_in(sequences)
-    state.events.write(Swapped(*state.events.at(request.spec), False, num_blocks))
+    state.events.write(Swapped, request.spec, False, num_blocks)
     for sequence, chunk, end in zip(sequences, chunks, ends, strict=True):
         row, start = sequence.row, sequence.num_computed
         plan.entering[row] = kind, start
@@ -221,7 +221,7 @@ def _note_admitted(
     num_computed = sum([int(state.table.num_computed[sequence.row]) for sequence in entered])
     num_blocks = state.kv.tables.num_held(entered[0].row)
     counts = num_tokens, num_cached, num_computed, num_new, num_blocks, state.kv.num_free
-    state.events.write(Admitted(*state.events.at(request.spec), kind, *counts))
+    state.events.write(Admitted, request.spec, kind, *counts)
 
 
 def _offer(

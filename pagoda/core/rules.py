@@ -183,8 +183,7 @@ def note_limited(state: SchedulerState, rows: np.ndarray, limits: np.ndarray) ->
     """The running `rows` compute less than they could where `limits` is not 0: write for which reason, if it is new."""
     for i in state.batch.newly_limited(rows, limits).tolist():
         sequence = state.table.owner(int(rows[i]))
-        at = state.events.at(sequence.request.spec)
-        state.events.write(Limited(*at, sequence.index, _LIMITS[limits[i] - 1]))
+        state.events.write(Limited, sequence.request.spec, sequence.index, _LIMITS[limits[i] - 1])
 
 
 def _fit_budget(

@@ -134,5 +134,5 @@ def test_a_row_that_its_request_has_left_still_counts_as_a_reader_of_a_lost_cros
     row = table.admit(sequence, 0)
     step = step_of(2, [(row, 0, 4)], encoder_runs=(EncoderRun(row, 0, "x"),))
     later = step_of(3, [(row, 4, 1)])
-    assert not inputs.waiting_for(step.encoder_runs), "it was preempted: it holds no outputs"
+    assert not inputs.cache.holders_of(step.encoder_runs), "it was preempted: it holds no outputs"
     assert inputs.readers_of((EncoderRun(5, 0, "x"),), (step, later)) == {2: {row}}

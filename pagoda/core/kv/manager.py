@@ -240,7 +240,7 @@ class KVCacheManager:
             return
         # A hit needs the last run of a window: the first blocks alone would not be found.
         if num_pinned := self.pools.pin(self.tables.in_order(row), request.pin, partly=not self.tables.windows):
-            self._events.write(Pinned(*self._events.at(request), sequence.index, num_pinned, request.pin.ttl_s))
+            self._events.write(Pinned, request, sequence.index, num_pinned, request.pin.ttl_s)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
