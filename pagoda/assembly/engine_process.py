@@ -18,15 +18,14 @@ import zmq
 
 from pagoda.assembly.assemble import build_engine_core
 from pagoda.assembly.replica_share import take_share
-from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.events import Event, Removed, Stored
-from pagoda.core.request import LoraRef, RequestStatus
+from pagoda.core.request import LoraRef
 from pagoda.engine import wire
 from pagoda.engine.clients.calls import Calls
 from pagoda.engine.clients.engine_link import SOCKET, open_recorder
-from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.engine_core import EngineCore, why_refused
 from pagoda.executors.multi_process import RankDied
 from pagoda.process.allocator import keep_objects, return_freed_memory
 from pagoda.process.child_process import RendezvousDir, end_with_parent, read_start
@@ -121,20 +120,13 @@ class EngineServer:
 
     def _add(self, message: wire.AddRequest) -> None:
         """Queue a request, or reject it. An error here only affects this request."""
-        status = RequestStatus.FINISHED_IGNORED
         arrays = [self._socket.recv(copy=False).buffer for _ in range(message.num_arrays)]  # they came with it
         try:
             self._core.add_request(self._codec.decode_request(message, *arrays))
-            return
         except (WorkerDied, InvariantBroken):
             raise
-        except PagodaError as error:
-            reason = str(error)
         except Exception as error:
-            logger.exception("request %s could not be queued", shown_id(message.request_id))
-            reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
-            status = RequestStatus.FINISHED_ERROR
-        self._send(wire.RequestRefused(message.key, reason, status))
+            self._send(wire.RequestRefused(message.key, *why_refused(message.request_id, error)))
 
     def _look(self, steps_after_s: float | None) -> wire.LookReply:
         """Return what runs now, and the steps that ended after a time; they are noted for a while from then on."""

@@ -283,6 +283,15 @@ class EngineCore:
             self._closes.pop()()
 
 
+def why_refused(request_id: str, error: BaseException) -> tuple[str, RequestStatus]:
+    """Return how a request ends that `EngineCore.add_request` raised an error for; log it if that is a bug."""
+    if isinstance(error, PagodaError):
+        return str(error), RequestStatus.FINISHED_IGNORED
+    logger.error("request %s could not be queued", shown_id(request_id), exc_info=error)
+    reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
+    return reason, RequestStatus.FINISHED_ERROR
+
+
 def check_token_ids(request: Request, vocab_size: int) -> None:
     """Raise RequestError for a token id outside of 0 .. vocab_size - 1, before it can reach a kernel."""
     prompt = request.prompt_token_ids

@@ -81,20 +81,15 @@ class Journal:
     def __iter__(self) -> Iterator[JournalEntry]:
         return iter(self._entries.values())
 
-    def open(self, request: Request) -> JournalEntry:
-        """Add a request. Its key must not be in use; its id is only a label."""
-        entry = JournalEntry.of(request)
-        self.add(entry)
-        return entry
-
-    def add(self, entry: JournalEntry) -> None:
-        """Add an entry, which may be that of another journal so far."""
+    def add(self, entry: JournalEntry) -> JournalEntry:
+        """Add an entry, which may be that of another journal so far, and return it. Its key must not be in use."""
         key = entry.request.key
         assert key not in self._entries, f"client and handle {key} are in use"
         self._entries[key] = entry
         self.num_seqs += len(entry.live)
         self.num_owed += entry.num_owed
         self.owe(entry)
+        return entry
 
     def owe(self, entry: JournalEntry) -> None:
         """Record that an engine begins with a request anew."""

@@ -2,21 +2,18 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from pagoda.base.abbreviate import shown_id
-from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied
+from pagoda.base.errors import InvariantBroken, UsageError, WorkerDied
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.stats import SchedulerStats
 from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.journal import error_outputs
+from pagoda.engine.engine_core import why_refused
 from pagoda.engine.engine_thread import EngineThread
 from pagoda.engine.text_engine import TextEngine
-
-logger = logging.getLogger("pagoda.engine")
 
 T = TypeVar("T")
 
@@ -48,13 +45,7 @@ class ThreadClient(ClientOutputs):
         """Finish a request that was refused. If the engine has ended, that ends all requests: nothing is to do here."""
         if error is None or isinstance(error, WorkerDied | InvariantBroken | UsageError):
             return
-        if isinstance(error, PagodaError):
-            refused = error_outputs(request, str(error), RequestStatus.FINISHED_IGNORED)
-        else:
-            logger.error("request %s could not be queued", shown_id(request.request_id), exc_info=error)
-            reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
-            refused = error_outputs(request, reason, RequestStatus.FINISHED_ERROR)
-        self._put(refused)
+        self._put(error_outputs(request, *why_refused(request.request_id, error)))
 
     def abort(self, handles: Sequence[int]) -> None:
         keys = [(0, handle) for handle in handles]

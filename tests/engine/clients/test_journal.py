@@ -8,11 +8,12 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import Ended, Events
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
-from pagoda.engine.clients.journal import Journal, error_outputs
+from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
 
 
-def request(name: str, handle: int, n: int = 1, seed: int = 40) -> Request:
-    return Request(name, np.arange(4, dtype=np.int32), SamplingParams(n=n, max_tokens=8), handle=handle, seed=seed)
+def entry_of(name: str, handle: int, n: int = 1, seed: int = 40) -> JournalEntry:
+    params = SamplingParams(n=n, max_tokens=8)
+    return JournalEntry.of(Request(name, np.arange(4, dtype=np.int32), params, handle=handle, seed=seed))
 
 
 def outputs(*rows: tuple[int, int, list[int]], ends: tuple[Ended, ...] = ()) -> EngineCoreOutputs:
@@ -27,7 +28,7 @@ def outputs(*rows: tuple[int, int, list[int]], ends: tuple[Ended, ...] = ()) -> 
 
 def test_tokens_are_recorded_and_replayed_in_order() -> None:
     journal = Journal()
-    a, b = journal.open(request("a", 1)), journal.open(request("b", 2))
+    a, b = journal.add(entry_of("a", 1)), journal.add(entry_of("b", 2))
     journal.record(0, outputs((1, 0, [5]), (2, 0, [6, 7])))
     journal.record(0, outputs((1, 0, [8])))
     assert journal.replay(a).prior_output == ((5, 8),)
@@ -37,7 +38,7 @@ def test_tokens_are_recorded_and_replayed_in_order() -> None:
 
 def test_two_tokens_of_each_sequence_clear_the_suspicion() -> None:
     journal = Journal()
-    one, three = journal.open(request("a", 1)), journal.open(request("b", 2, n=3))
+    one, three = journal.add(entry_of("a", 1)), journal.add(entry_of("b", 2, n=3))
     one.is_suspect = three.is_suspect = True
     prefill = outputs((1, 0, [5]), (2, 0, [7]), (2, 1, [8]), (2, 2, [9]))
     journal.record(0, prefill)
@@ -48,7 +49,7 @@ def test_two_tokens_of_each_sequence_clear_the_suspicion() -> None:
 
 def test_all_sequences_are_replayed_and_only_some_are_live() -> None:
     journal = Journal()
-    entry = journal.open(request("a", 1, n=3))
+    entry = journal.add(entry_of("a", 1, n=3))
     journal.record(0, outputs((1, 0, [5]), (1, 1, [6]), (1, 2, [7])))
     journal.record(0, outputs((1, 1, [9]), ends=(Ended(1, 0.0, 0, 1, "a", 1, RequestStatus.FINISHED_STOPPED),)))
     assert journal.replay(entry).prior_output == ((5,), (6, 9), (7,))
@@ -62,13 +63,13 @@ def test_all_sequences_are_replayed_and_only_some_are_live() -> None:
 
 def test_a_request_with_n_without_tokens_is_replayed_whole() -> None:
     journal = Journal()
-    entry = journal.open(request("a", 1, n=2))
+    entry = journal.add(entry_of("a", 1, n=2))
     assert journal.replay(entry) is entry.request
 
 
 def test_outputs_that_cross_an_abort_are_forgotten() -> None:
     journal = Journal()
-    entry = journal.open(request("a", 1, n=2))
+    entry = journal.add(entry_of("a", 1, n=2))
     journal.record(0, outputs((1, 0, [5]), (1, 1, [6])))
     journal.close((0, 1))
     journal.record(0, outputs((1, 0, [7])))
@@ -78,9 +79,9 @@ def test_outputs_that_cross_an_abort_are_forgotten() -> None:
 
 def test_an_end_that_crosses_an_abort_does_not_end_a_later_request_with_the_same_id() -> None:
     journal = Journal()
-    journal.open(request("a", 1))
+    journal.add(entry_of("a", 1))
     journal.close((0, 1))  # its client has gone, and tries again
-    later = journal.open(request("a", 2))
+    later = journal.add(entry_of("a", 2))
     journal.record(0, outputs(ends=(Ended(1, 0.0, 0, 1, "a", 0, RequestStatus.FINISHED_STOPPED),)))
     assert list(journal) == [later]
     journal.record(0, outputs(ends=(Ended(1, 0.0, 0, 2, "a", 0, RequestStatus.FINISHED_STOPPED),)))
@@ -89,7 +90,7 @@ def test_an_end_that_crosses_an_abort_does_not_end_a_later_request_with_the_same
 
 def test_an_error_ends_every_live_sequence_once() -> None:
     journal = Journal()
-    entry = journal.open(request("a", 1, n=2))
+    entry = journal.add(entry_of("a", 1, n=2))
     finishes = error_outputs(entry.request, "no").ends
     assert [(f.sequence, f.message) for f in finishes] == [(0, "no"), (1, "no")]
     journal.end_sequence((0, 1), 0)
@@ -109,7 +110,7 @@ def told(journal: Journal, handle: int, *tokens: int) -> list[int]:
 
 def test_prompt_logprobs_sent_before_a_death_are_not_sent_again() -> None:
     journal = Journal()
-    entry = journal.open(request("a", 1))
+    entry = journal.add(entry_of("a", 1))
     assert told(journal, 1, 10, 11) == [10, 11]
     journal.replay(entry)  # the new engine begins the prompt again, in chunks of its own
     assert told(journal, 1, 10) == []
@@ -120,8 +121,8 @@ def test_prompt_logprobs_sent_before_a_death_are_not_sent_again() -> None:
 
 def test_the_prompt_of_a_request_with_n_is_told_once_and_that_of_another_too() -> None:
     journal = Journal()
-    entry = journal.open(request("a", 1, n=2))
-    journal.open(request("b", 2))
+    entry = journal.add(entry_of("a", 1, n=2))
+    journal.add(entry_of("b", 2))
     assert told(journal, 1, 1, 2) == [1, 2]
     journal.record(0, outputs((1, 0, [5]), (1, 1, [6])))
     journal.replay(entry)

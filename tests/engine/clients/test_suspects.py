@@ -63,7 +63,9 @@ class Server:
         name = f"request {len(self.kinds)}"
         self.kinds[name] = kind
         params = SamplingParams(n=kind.num_seqs, max_tokens=kind.length)
-        entry = self.journal.open(Request(name, np.arange(4, dtype=np.int32), params, handle=len(self.kinds)))
+        entry = self.journal.add(
+            JournalEntry.of(Request(name, np.arange(4, dtype=np.int32), params, handle=len(self.kinds)))
+        )
         if not self.suspects.is_probing:
             self._enter(entry)
 
@@ -236,7 +238,7 @@ def test_an_id_used_again_is_not_sent_twice() -> None:
     server.die()
     second = server.journal.close(server.key("request 1"))
     assert second is not None
-    server.journal.open(second.request)
+    server.journal.add(JournalEntry.of(second.request))
     server._enter(server.journal.get(server.key("request 1")))  # type: ignore[arg-type]
     server.run_to_the_end()
     assert set(server.ends.values()) == {"answered"}
@@ -250,7 +252,7 @@ def test_a_request_is_not_blamed_for_an_earlier_one_with_the_same_id() -> None:
     server.step(list(server.engine))
     first = server.journal.close(server.key("request 0"))
     assert first is not None
-    server.suspects.sent(server.journal.open(dataclasses.replace(first.request, handle=9)))
+    server.suspects.sent(server.journal.add(JournalEntry.of(dataclasses.replace(first.request, handle=9))))
     flight = FlightRecord(2, 1, np.array([packed_key((0, 1)), packed_key((0, 2))]))
     assert server.suspects.assign_blame(flight, killed_from_outside=False) == []
     assert [entry.request.key for entry in server.journal if entry.is_suspect] == [(0, 2)]
@@ -278,7 +280,7 @@ def test_a_beam_search_is_cleared_by_its_steps_since_it_emits_nothing_before_its
     suspects = Suspects(journal)
     params = SamplingParams(n=2, max_tokens=50, beam_search=BeamSearchOptions())
     for handle, name in enumerate(("beams", "other"), 1):
-        entry = journal.open(Request(name, np.arange(6, dtype=np.int32), params, handle=handle))
+        entry = journal.add(JournalEntry.of(Request(name, np.arange(6, dtype=np.int32), params, handle=handle)))
         suspects.begin(1)
         suspects.sent(entry)
     assert suspects.assign_blame(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=False) == []
