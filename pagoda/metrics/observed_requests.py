@@ -25,6 +25,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     client, handle: the engine's key of it.   num_cached_tokens: None until it was looked up.   last: its last event.
     num_draft_tokens, num_accepted_tokens: as in RequestMetrics.
+    num_open: its outputs that have not ended.
     adapter: its name, "" without one.   model: the name of the one that it is a request to.
     ended_s: None until it has ended.   Times are those of time.perf_counter.
     """
@@ -36,6 +37,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     num_output_tokens: int
     num_cached_tokens: int | None
     arrived_s: float
+    num_open: int = 1
     last: Events = Events()
     ended_s: float | None = None
     finish_reasons: tuple[str, ...] = ()
@@ -110,6 +112,7 @@ class RequestObserver:
             self.num_output_tokens,
             num_cached,
             request.arrival_time_s,
+            len(self._open),
             Events(self.events[-1:]),
             ended_s,
             tuple(dict.fromkeys(self.finish_reasons)),

@@ -30,6 +30,7 @@ class SeenRequest(Struct, kw_only=True):
     state: waiting, running, preempted or ended.   reason: why it waits, in words.
     computed_tokens: tokens of its first output, and of its prompt, that have their KV.   blocks: of the KV cache; of a
         preempted request, in host memory.
+    sequences: its outputs that have not ended: so many of `max_num_seqs` it takes when it runs.
     model: the model that runs it.   adapter: the LoRA adapter that it names as its model; "" for the model itself.
     """
 
@@ -41,6 +42,7 @@ class SeenRequest(Struct, kw_only=True):
     output_tokens: int = 0
     cached_tokens: int = 0
     blocks: int = 0
+    sequences: int = 0
     model: str = ""
     adapter: str = ""
     age_s: float
@@ -195,6 +197,7 @@ class SeenRequests:
             prompt_tokens=record.num_prompt_tokens,
             output_tokens=record.num_output_tokens,
             cached_tokens=record.num_cached_tokens or 0,
+            sequences=record.num_open,
             model=record.model,
             adapter=record.adapter,
             age_s=round(now_s - record.arrived_s, 3),

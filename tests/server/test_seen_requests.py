@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pagoda.base.outputs import RequestMetrics, RequestOutput
+from pagoda.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import Admitted, ClientEvent, Events, FirstToken, Held, Preempted, Queued
 from pagoda.core.request import AdmitKind, Reason, Request
@@ -24,7 +24,7 @@ PREEMPTED = Preempted(1, 0.0, 0, 2, 0, 1, "recompute", 9, 1)
 
 
 def record(name: str, handle: int, num_prompt_tokens: int, *last: ClientEvent) -> RequestRecord:
-    return RequestRecord(name, 0, handle, num_prompt_tokens, 0, None, 0.0, Events(last))
+    return RequestRecord(name, 0, handle, num_prompt_tokens, 0, None, 0.0, 1, Events(last))
 
 
 def view(*computed: int, line: tuple[int, ...] = ()) -> SchedulerView:
@@ -129,11 +129,12 @@ def test_what_waits_for_its_adapter_names_it() -> None:
 
 def test_a_timeline_says_what_ends_a_wait_for_blocks_and_what_came_of_drafts() -> None:
     """Its entries stay as they are written; only the reason of the moment counts the free blocks again."""
-    metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
-    observed = ObservedRequests(metrics)
-    with RequestObserver(observed, Request("1/b", np.ones(9, np.int32), SamplingParams(), handle=2)) as one:
+    observed = ObservedRequests(ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    with RequestObserver(observed, Request("1/b", np.ones(9, np.int32), SamplingParams(n=3), handle=2)) as one:
         one.add_event(replace(HELD, reason=Reason.BLOCKS, num_blocks=9))
-        one.on_delta(RequestOutput("1/b", metrics=RequestMetrics(num_draft_tokens=8, num_accepted_tokens=3)), 0.5)
+        parts = [CompletionOutput(0), CompletionOutput(2, finish_reason="stop")]
+        metrics = RequestMetrics(num_draft_tokens=8, num_accepted_tokens=3)
+        one.on_delta(RequestOutput("1/b", outputs=parts, metrics=metrics), 0.5)
         details = one.details()
     seen = SeenRequests(Viewer("1/"), [details.record], view(5), EngineStats(num_free_blocks=7), is_up=True)
     shown = seen.timeline("b", details, 1.0)
@@ -142,9 +143,9 @@ def test_a_timeline_says_what_ends_a_wait_for_blocks_and_what_came_of_drafts() -
         == "waits for 4 blocks: it takes 9, 5 are free; it runs when others have given enough back"
     )
     assert shown.reason == "waits for 2 blocks: it takes 9, 7 are free; held by 1 other request"
-    assert (shown.draft_tokens, shown.accepted_draft_tokens) == (8, 3)
+    assert (shown.sequences, shown.draft_tokens, shown.accepted_draft_tokens) == (2, 8, 3)
     ended = seen.timeline("b", observed.ended[-1], 1.0)
-    assert (ended.state, ended.draft_tokens, ended.accepted_draft_tokens) == ("ended", 8, 3)
+    assert (ended.state, ended.sequences, ended.draft_tokens, ended.accepted_draft_tokens) == ("ended", 0, 8, 3)
 
 
 @pytest.mark.parametrize(
