@@ -35,7 +35,7 @@ from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, QuantizedWeig
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe import reference as reference_moe
 from pagoda.kernels.moe import triton_moe
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.triton_ops import TritonOps, is_interpreted
 from pagoda.loading.packed_codes import packed_weight
 from pagoda.loading.quantization import AWQ, GPTQ, PackedFormat

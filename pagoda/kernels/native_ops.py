@@ -9,7 +9,6 @@ import torch
 
 from pagoda.kernels.batch import AttentionMetadata
 from pagoda.kernels.collectives.shared_memory import check_groups
-from pagoda.kernels.constraints.native import NativeConstraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.kv_cache.native_pages import plain_keys
 from pagoda.kernels.linear.packed import PackedLinears
@@ -46,8 +45,8 @@ class NativeOps:
         self.prepare_experts = self.linears.prepare_experts
         self.table_of = self.linears.table_of
         self.make_low_rank_table = partial(PackedLowRank, library, threads)
-        self.constrain = NativeConstraints(library, threads).constrain
         sampling = NativeSampling(library, threads)
+        self.constrain = sampling.constrain
         self.best_tokens = sampling.best_tokens
         self.sample = sampling.sample
         self.process_logits = sampling.process_logits

@@ -11,11 +11,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pagoda.kernels.constraints.batch import BatchConstraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear.quantize import CodedWeight
 from pagoda.kernels.low_rank.table import FillableLowRank
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import BatchConstraints, DrawParams
 from pagoda.kernels.sampling.reference import LogprobTensors
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
@@ -92,7 +91,7 @@ class CacheOps(Protocol):
 
 
 class SamplingOps(Protocol):
-    """From logits to tokens. The definitions are in `kernels/constraints` and `kernels/sampling`, reference.py."""
+    """From logits to tokens. The definitions are in `kernels/sampling/reference.py`."""
 
     def constrain(self, logits: torch.Tensor, constraints: BatchConstraints) -> None:
         """Apply bias, penalties, allowed and forbidden tokens to float32 [S, V] in place."""

@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 
-from pagoda.kernels.constraints import reference as constraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear import reference as linear
 from pagoda.kernels.linear.quantize import CodedWeight
@@ -17,7 +16,7 @@ from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.checks import check_below
 from pagoda.kernels.sampling import reference as sampling
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.sampling.reference import without_nonfinite
 from pagoda.ops.declare import Op, Rows
 from pagoda.ops.forward import FORWARD_OPS
@@ -70,7 +69,7 @@ class ReferenceOps:
     name = "reference"
     packs_weights = False
 
-    constrain = staticmethod(constraints.constrain)
+    constrain = staticmethod(sampling.constrain)
     make_device_blocks = DeviceBlocks
     top_logprobs = staticmethod(sampling.top_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)

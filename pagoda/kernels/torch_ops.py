@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 import torch
 
-from pagoda.kernels.constraints import library as constraints
 from pagoda.kernels.linear import library as linear
 from pagoda.kernels.linear.quantize import CodedWeight, values_of
 from pagoda.kernels.reference_ops import ReferenceOps, implementation, reference_of
@@ -28,7 +27,7 @@ class TorchOps(ReferenceOps):
 
     name = "torch"
 
-    constrain = staticmethod(constraints.constrain)
+    constrain = staticmethod(sampling.constrain)
     sample = staticmethod(sampling.sample)
     process_logits = staticmethod(sampling.process_logits)
     mask_logits = staticmethod(sampling.mask_logits)

@@ -13,7 +13,6 @@ from triton import knobs
 
 from pagoda.kernels.attention.triton_attention import PagedAttention, split_tokens_of
 from pagoda.kernels.attention.triton_bidirectional import bidirectional_attention
-from pagoda.kernels.constraints import triton_constraints
 from pagoda.kernels.kv_cache.triton_blocks import TritonDeviceBlocks
 from pagoda.kernels.linear import triton_forms
 from pagoda.kernels.linear.library import LibraryLinear
@@ -23,7 +22,7 @@ from pagoda.kernels.linear.triton_linear import TritonLinear
 from pagoda.kernels.low_rank.triton_low_rank import StackedLowRank
 from pagoda.kernels.moe.triton_moe import TritonMoE
 from pagoda.kernels.reference_ops import implementation
-from pagoda.kernels.sampling import triton_logprobs, triton_sampling
+from pagoda.kernels.sampling import triton_constraints, triton_logprobs, triton_sampling
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.triton_support import fix_interpreter
 from pagoda.ops.forward import FORWARD_OPS
@@ -90,7 +89,7 @@ class TritonOps(TorchOps):
         if triton_forms.has_kernel(weight):
             return triton_forms.prepare(weight, bias)  # the kernel turns codes into floats of the dtype of its rows
         if not self._has_widened:
-            why = "groups in the order of activations" if weight.order is not None else "8 bits and zero points"
+            why = "groups in the order of activations" if weight.input_order is not None else "8 bits and zero points"
             logger.warning(
                 "weights with %s are held as floats, as they have no kernel on a GPU; quantization='int8' halves them",
                 why,

@@ -1,17 +1,13 @@
 """GatedDelta: a convolution over the last few tokens and the gated delta rule, in place of attention (Qwen3-Next)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagoda.base.errors import ConfigError
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVShape
-from pagoda.layers.kv import KVDeclaration, KVPlace
 from pagoda.layers.linear import Linear
-from pagoda.layers.module import Module
-from pagoda.layers.parameter import Parameter, Part, Taps, Vector
-from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.layers.parameter import Parameter, Part, Vector
+from pagoda.layers.recurrent import RecurrentLayer
+from pagoda.ops.batch import AttentionMetadata, KVLayer
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import RankGroup, Tensor
+from pagoda.ops.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +37,11 @@ class DeltaShape:
         return 2 * self.keys_size + self.values_size
 
 
-class GatedDelta(Module):
+class GatedDelta(RecurrentLayer):
     """out_proj(norm(delta rule(convolution(qkv))) * silu(z)); in_proj gives qkv and z, in_gates b and a of each head.
 
     names: of q, k, v, z, b and a in the checkpoint.   alternates: those of one name alternate, group by group.
     norm_eps: of the norm, over each head.
-    place: of its states, the window of the convolution and the matrices of the heads; see Attention.
     """
 
     def __init__(
@@ -66,44 +61,19 @@ class GatedDelta(Module):
         self.in_proj = Linear(hidden_size, parts[:4])
         # Few, and exponents: how far a state decays depends on them.
         self.in_gates = Linear(hidden_size, parts[4:], quantizable=False)
-        self.taps = Parameter[Tensor](Taps(shape.conv_size, shape.num_taps))
+        states = (heads, shape.key_dim, shape.value_dim)
+        super().__init__("layers of the gated delta rule", shape.conv_size, shape.num_taps, matrices=states)
         self.a_log, self.dt_bias = (Parameter[Tensor](Vector(heads, is_float32=True)) for _ in range(2))
         self.norm = Parameter[Tensor](Vector(shape.value_dim))
         self.out_proj = Linear(values, (Part("out_proj", hidden_size),))
         self.shape, self.norm_eps = shape, norm_eps
-        states = (heads, shape.key_dim, shape.value_dim)
-        self.kv = KVDeclaration(
-            KVGroupKind.STATE, STATE_WINDOW, KVShape(shape.num_taps - 1, shape.conv_size, 0, states)
-        )
-        self.place = KVPlace()
 
-    def divide(self, ranks: RankGroup, group: int) -> None:
-        """Raise ConfigError: its heads are not divided yet."""
-        if ranks.size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={ranks.size} does not go with layers of the gated delta rule yet; leave it "
-                "out, or take pipeline_parallel_size"
-            )
-
-    def __call__(
-        self,
-        ops: ForwardOps,
-        x: Tensor,
-        residual: Tensor,
-        batch: ForwardBatch,
-        kv: Sequence[KVLayer],
-        last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """See Attention."""
+    def mix(self, ops: ForwardOps, x: Tensor, states: KVLayer, metadata: AttentionMetadata) -> Tensor:
         shape, y, gates = self.shape, self.in_proj(ops, x), self.in_gates(ops, x)
         qkv = ops.select_heads(y, 0, 1, shape.conv_size)
         z = ops.select_heads(y, shape.conv_size, 1, shape.values_size)
         b, a = (ops.select_heads(gates, at, 1, shape.num_heads) for at in (0, shape.num_heads))
-        states, metadata = kv[self.place.index], batch.metadata[self.place.group]
-        qkv = ops.short_conv(qkv, self.taps.value, None, states, metadata, silu=True)
+        qkv = self.convolve(ops, qkv, states, metadata)
         y = ops.gated_delta(qkv, a, b, self.a_log.value, self.dt_bias.value, states, metadata)
         y = ops.select_heads(y, 0, shape.num_heads, shape.value_dim)
-        y = ops.gated_rms_norm(y, z, self.norm.value, self.norm_eps, gate_first=False)
-        if last:
-            y, residual = (ops.select_rows(rows, batch.tail.index) for rows in (y, residual))
-        return self.out_proj(ops, y), residual
+        return ops.gated_rms_norm(y, z, self.norm.value, self.norm_eps, gate_first=False)

@@ -1,18 +1,14 @@
 """Mamba2: a convolution over the last few tokens and a recurrence with a matrix per head, in place of attention."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from pagoda.base.errors import ConfigError
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVShape
-from pagoda.layers.kv import KVDeclaration, KVPlace
 from pagoda.layers.linear import Linear
-from pagoda.layers.module import Module
-from pagoda.layers.parameter import Parameter, Part, Taps, Vector
-from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.layers.parameter import Parameter, Part, Vector
+from pagoda.layers.recurrent import RecurrentLayer
+from pagoda.ops.batch import AttentionMetadata, KVLayer
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import RankGroup, Tensor
+from pagoda.ops.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,58 +39,30 @@ class Mamba2Shape:
         return self.inner_size + 2 * self.num_groups * self.state_size
 
 
-class Mamba2(Module):
+class Mamba2(RecurrentLayer):
     """out_proj(norm(scan(convolution(xbc)), z)), where in_proj gives z, xbc and the time steps dt.
 
     norm_eps: of the norm, over each group.   gate_first: the norm is of the gated values (see gated_rms_norm).
-    place: of its states, the window of the convolution and the matrices of the heads; see Attention.
     """
 
     def __init__(self, hidden_size: int, shape: Mamba2Shape, norm_eps: float, gate_first: bool = True) -> None:
         size = shape.inner_size + shape.conv_size + shape.num_heads
         self.in_proj = Linear(hidden_size, (Part("in_proj", size),), shape.bias)
-        self.taps = Parameter[Tensor](Taps(shape.conv_size, shape.num_taps))
-        self.bias = Parameter[Tensor](Vector(shape.conv_size)) if shape.conv_bias else None
+        states = (shape.num_heads, shape.state_size, shape.head_dim)
+        super().__init__("Mamba-2 layers", shape.conv_size, shape.num_taps, shape.conv_bias, states)
         self.a_log, self.dt_bias, self.d = (
             Parameter[Tensor](Vector(shape.num_heads, is_float32=True)) for _ in range(3)
         )
         self.norm: Parameter[Tensor] | None = Parameter[Tensor](Vector(shape.inner_size))
         self.out_proj = Linear(shape.inner_size, (Part("out_proj", hidden_size),), shape.bias)
         self.shape, self.norm_eps, self.gate_first = shape, norm_eps, gate_first
-        states = (shape.num_heads, shape.state_size, shape.head_dim)
-        self.kv = KVDeclaration(
-            KVGroupKind.STATE, STATE_WINDOW, KVShape(shape.num_taps - 1, shape.conv_size, 0, states)
-        )
-        self.place = KVPlace()
 
-    def divide(self, ranks: RankGroup, group: int) -> None:
-        """Raise ConfigError: its heads are not divided yet."""
-        if ranks.size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={ranks.size} does not go with Mamba-2 layers yet; leave it out, or take "
-                "pipeline_parallel_size"
-            )
-
-    def __call__(
-        self,
-        ops: ForwardOps,
-        x: Tensor,
-        residual: Tensor,
-        batch: ForwardBatch,
-        kv: Sequence[KVLayer],
-        last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """See Attention."""
+    def mix(self, ops: ForwardOps, x: Tensor, states: KVLayer, metadata: AttentionMetadata) -> Tensor:
         shape = self.shape
         z, xbc, dt = self.project(ops, x)
-        states, metadata = kv[self.place.index], batch.metadata[self.place.group]
-        bias = None if self.bias is None else self.bias.value
-        xbc = ops.short_conv(xbc, self.taps.value, bias, states, metadata, silu=True)
+        xbc = self.convolve(ops, xbc, states, metadata)
         heads = self.a_log.value, self.dt_bias.value, self.d.value
-        y = self.gate(ops, ops.mamba2(xbc, dt, *heads, states, metadata, shape.dt_min, shape.dt_max), z)
-        if last:
-            y, residual = (ops.select_rows(rows, batch.tail.index) for rows in (y, residual))
-        return self.out_proj(ops, y), residual
+        return self.gate(ops, ops.mamba2(xbc, dt, *heads, states, metadata, shape.dt_min, shape.dt_max), z)
 
     def project(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return z, what the convolution takes, and the time steps."""

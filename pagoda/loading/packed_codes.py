@@ -66,7 +66,7 @@ def packed_weight(
 def _read(piece: CodeRows, held: WeightFormat, in_features: int, elements: torch.Tensor | None) -> QuantizedWeight:
     """Return the codes of a piece: the definition of what linear/code_rows.cpp packs.
 
-    elements: as QuantizedWeight.order.
+    elements: as QuantizedWeight.input_order.
     """
     if piece.is_awq:
         codes = _unpack_awq(piece.codes)
@@ -113,7 +113,7 @@ def _check_symmetric(zeros: torch.Tensor, middle: int) -> None:
 def _sorted_by_groups(group_of: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return elements by their groups, each padded to a multiple of LEAST_GROUP, and the group of each as many.
 
-    int32, -1 for padding, as QuantizedWeight.order; int64.
+    int32, -1 for padding, as QuantizedWeight.input_order; int64.
     """
     group_of, size = group_of.long(), LEAST_GROUP
     if ((group_of < 0) | (group_of >= groups)).any():

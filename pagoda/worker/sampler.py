@@ -1,9 +1,9 @@
 """Sampler: turn the logits of a step's draws into tokens and log-probabilities.
 
-Order: grammar masks; logit bias, penalties, allowed and forbidden tokens (kernels/constraints); then kernels/sampling.
-Each is one call for the whole batch, and a row takes time only for the settings it uses. Log-probabilities are taken
-after the grammar masks and before everything else; those of rows with rules for speech, after these; those of the
-processed modes, after everything that chooses the token.
+Order: grammar masks; logit bias, penalties, allowed and forbidden tokens; then the draw (kernels/sampling). Each is one
+call for the whole batch, and a row takes time only for the settings it uses. Log-probabilities are taken after the
+grammar masks and before everything else; those of rows with rules for speech, after these; those of the processed
+modes, after everything that chooses the token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,9 @@ import numpy as np
 import torch
 
 from pagoda.core.scheduler_output import MASKED_LOGPROB, LogprobColumns
-from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
-from pagoda.kernels.constraints.timestamps import TimestampRow, constrain_timestamps
 from pagoda.kernels.ops import SamplingOps
-from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.kernels.sampling.reference import LogprobTensors
+from pagoda.kernels.sampling.batch import BatchConstraints, DrawParams, TokenLists
+from pagoda.kernels.sampling.reference import LogprobTensors, TimestampRow, constrain_timestamps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
 from pagoda.worker.forward_runner import ForwardRunner

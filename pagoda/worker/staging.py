@@ -15,7 +15,7 @@ import torch
 from pagoda.base.pooling import PER_TOKEN, PoolingKind, PoolingParams
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import ForwardBatch, Input, Tail
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.sampling.reference import uniforms
 from pagoda.kernels.transfer import bulk_copy, to_device
 from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS

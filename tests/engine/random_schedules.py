@@ -20,7 +20,7 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.executor import Executor
 from pagoda.executors.in_process import InProcessExecutor
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.loading.model_files import ModelFiles
 from pagoda.worker.forward_runner import Graphs
 from pagoda.worker.grammar_rows import GrammarMasks

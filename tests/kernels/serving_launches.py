@@ -27,7 +27,7 @@ from benchmarks.kernel_report import (
 from pagoda.kernels.linear.quantize import Fp8Weight
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe.triton_moe import route
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.triton_ops import TritonOps
 from pagoda.ops.declare import Activation
 from pagoda.worker.batch_rows import padded_context, padded_rows

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagoda.kernels.reference_ops import ReferenceOps
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from tests.device_under_test import CarriedOps
 from tests.kernels.paged import Geometry, PagedRows, Sequence
 from tests.kernels.test_ops import close

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.kernels.sampling.batch import BatchConstraints, TokenLists
 
 
 def random_ids(rng: np.random.Generator, vocab: int, most: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from pagoda.kernels.linear.forms import Q4
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.low_rank.table import LowRankPiece
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.ops.declare import Activation
 from tests.kernels.paged import Geometry, make_metadata
 from tests.kernels.test_constraints import random_constraints

@@ -9,7 +9,7 @@ import torch
 from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.sampling import library, reference
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.sampling.native import NativeSampling
 from tests.kernels.test_sampling import KINDS, columns, random_draws
 

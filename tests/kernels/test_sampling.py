@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagoda.kernels.sampling import library, reference
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from tests.device_under_test import DeviceUnderTest
 
 torch.set_num_threads(1)

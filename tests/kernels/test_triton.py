@@ -15,7 +15,7 @@ import torch
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.sampling import reference as sampling
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.ops.declare import Activation
 from pagoda.worker.batch_rows import BatchRows, PaddedSize
 from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata

@@ -9,7 +9,7 @@ import torch
 from pagoda.base.config import LogprobsMode
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.scheduler_output import RowFork, RowInit
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.sampling.reference import process_logits, uniforms
 from pagoda.kernels.sampling.reference import sample as sample_by_definition
 from pagoda.worker.sampler import Sampled, Sampler

@@ -1,60 +1,32 @@
 // Activations, gated and plain, and the soft cap; their definition is activation/reference.py.
-#include <algorithm>
-
 #include "elementwise.h"
 #include "functions.h"
 
-namespace {
-
-template <class Function, class T>
-void gated(const Tensor& gate_up, const Tensor& out, int threads) {
-    int64_t width = out.dim, elements = num_elements(out);
-    parallel(threads_for(elements * 2, threads), [&](int thread, int num_threads) {
-        // Divide within tokens too: in a large model, the 2 * width elements of one token are enough for several threads.
-        Range mine = share_of(elements, thread, num_threads, 64);
-        for (int64_t at = mine.begin; at < mine.end;) {
-            int64_t token = at / width, column = at % width;
-            int64_t count = width - column < mine.end - at ? width - column : mine.end - at;
-            gate_lanes<Function>(elements_of<T>(gate_up) + token * 2 * width + column, width, elements_of<T>(out) + at,
-                                 count);
-            at += count;
-        }
-    });
-}
-
-// Rows of x may be apart.
-template <class Function, class T>
-void plain(const Tensor& x, const Tensor& out, int threads) {
-    int64_t elements = num_elements(x), of_row = x.heads * x.dim, width = x.stride == of_row ? elements : of_row;
-    parallel(threads_for(elements, threads), [&](int thread, int num_threads) {
-        Range mine = share_of(elements, thread, num_threads, 64);
-        for (int64_t at = mine.begin; at < mine.end;) {
-            int64_t row = at / width, column = at % width, count = std::min(width - column, mine.end - at);
-            const T* from = elements_of<T>(x) + row * x.stride + column;
-            T* to = elements_of<T>(out) + at;
-            for_lanes(count, [&](int64_t i, int n) { store_lanes(to + i, Function::of(load_lanes(from + i, n)), n); });
-            at += count;
-        }
-    });
-}
-
-// body(function, element): of types of the activation function and of the elements.
+// Call body(function, element): of types of the activation function and of the elements.
 template <class Body>
-void by_types(int32_t kind, int32_t dtype, Body&& body) {
+static void by_types(int32_t kind, int32_t dtype, Body&& body) {
     by_activation(kind, [&](auto function) { by_dtype(dtype, [&](auto element) { body(function, element); }); });
 }
 
-}  // namespace
-
 PAGODA_EXPORT void pagoda_activate(const ActivateArgs* a, int32_t threads) {
+    bool adjacent = a->x.stride == row_elements(a->x);  // then all rows are one
     by_types(a->kind, a->x.dtype, [&](auto function, auto element) {
-        plain<decltype(function), decltype(element)>(a->x, a->out, threads);
+        using T = decltype(element);
+        const T* x = elements_of<T>(a->x);
+        each_of_rows(elements_of<T>(a->out), adjacent ? 1 : a->x.rows, adjacent ? num_elements(a->x) : row_elements(a->x),
+                     threads, [&](int64_t row, int64_t i, int n) { return function.of(load_lanes(x + row * a->x.stride + i, n)); });
     });
 }
 
 PAGODA_EXPORT void pagoda_gate(const GateArgs* a, int32_t threads) {
+    int64_t width = a->out.dim;
     by_types(a->kind, a->out.dtype, [&](auto function, auto element) {
-        gated<decltype(function), decltype(element)>(a->gate_up, a->out, threads);
+        using T = decltype(element);
+        const T *gates = elements_of<T>(a->gate_up), *up = gates + width;
+        each_of_rows(elements_of<T>(a->out), a->out.rows, width, threads, [&](int64_t row, int64_t i, int n) {
+            int64_t at = 2 * row * width + i;
+            return function.of(load_lanes(gates + at, n)) * load_lanes(up + at, n);
+        });
     });
 }
 

@@ -110,19 +110,16 @@ void attend_by_segments(const Attention<Stored>& work, const Tile* tiles, int co
     auto* unfinished = static_cast<std::atomic<int>*>(thread_scratch(sizeof(std::atomic<int>) * heads, 3));
     for (int i = 0; i < heads; i++)
         new (&unfinished[i]) std::atomic<int>(tiles[i / p.num_kv_heads].num_segments());
-    std::atomic<int> next{0};
-    parallel(std::min(threads, units), [&](int, int) {
-        for (int unit; (unit = next.fetch_add(1)) < units;) {
-            int i = 0, left = unit;
-            float* at = parts;
-            for (; left >= tiles[i].num_segments() * p.num_kv_heads; i++) {
-                left -= tiles[i].num_segments() * p.num_kv_heads;
-                at += partial_floats(work, tiles[i]);
-            }
-            int head = left / tiles[i].num_segments(), segment = left % tiles[i].num_segments();
-            at += partial_floats(work, tiles[i]) / p.num_kv_heads * head;
-            work.run_part(tiles[i], head, segment, at, unfinished[i * p.num_kv_heads + head]);
+    for_claims(units, threads, [&](int64_t unit) {
+        int i = 0, left = static_cast<int>(unit);
+        float* at = parts;
+        for (; left >= tiles[i].num_segments() * p.num_kv_heads; i++) {
+            left -= tiles[i].num_segments() * p.num_kv_heads;
+            at += partial_floats(work, tiles[i]);
         }
+        int head = left / tiles[i].num_segments(), segment = left % tiles[i].num_segments();
+        at += partial_floats(work, tiles[i]) / p.num_kv_heads * head;
+        work.run_part(tiles[i], head, segment, at, unfinished[i * p.num_kv_heads + head]);
     });
 }
 
@@ -188,46 +185,10 @@ void attend(Problem p, int num_tokens, int threads) {
 }
 
 // Of an op's arguments: the rows of `table` from `first` on, by head of q. No data: none.
-struct Bias {
-    const float* rows = nullptr;
-    int reach = 0;
-    Bias() = default;
-    Bias(const Tensor& table, int64_t first)
-        : rows(table.data == nullptr ? nullptr : static_cast<const float*>(table.data) + first * table.dim),
-          reach(static_cast<int>(table.dim / 2)) {}
-    void set(Problem& p) const { p.bias = rows, p.bias_reach = reach; }
-};
-
-// Head sizes of a cache are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's included.
-template <class Args>
-Problem paged_problem(const Args& a, int window, float softcap) {
-    const KVPages& cache = a.cache;
-    const RowGroup& rows = *a.metadata;
-    Problem p{a.q.dtype,
-              a.q.data,
-              a.out.data,
-              static_cast<const char*>(cache.k),
-              static_cast<const char*>(cache.v),
-              cache.k_scale,
-              cache.v_scale,
-              rows.query_start,
-              rows.seq_lens,
-              rows.block_table,
-              rows.table_stride,
-              a.q.stride,
-              cache.k_stride,
-              cache.v_stride,
-              cache.scale_stride,
-              static_cast<int>(rows.num_rows),
-              static_cast<int>(a.q.heads),
-              static_cast<int>(cache.kv_heads),
-              static_cast<int>(cache.value_dim),
-              static_cast<int>(cache.block_size),
-              window,
-              a.scale,
-              softcap};
-    p.last_seen = rows.last_seen;
-    return p;
+void set_bias(Problem& p, const Tensor& table, int64_t first) {
+    if (table.data == nullptr) return;
+    p.bias = static_cast<const float*>(table.data) + first * table.dim;
+    p.bias_reach = static_cast<int>(table.dim / 2);
 }
 
 void attend_paged(const Problem& p, int32_t dtype, int64_t num_tokens, int threads) {
@@ -241,16 +202,15 @@ void attend_paged(const Problem& p, int32_t dtype, int64_t num_tokens, int threa
 }  // namespace
 
 PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
-    Problem p = paged_problem(*a, a->window, a->softcap);
-    Bias(a->bias, a->first).set(p);
-    int64_t element_bytes = a->q.dtype == F32 ? 4 : 2;
-    if (a->sinks.data != nullptr) p.sinks = static_cast<const char*>(a->sinks.data) + a->first * element_bytes;
+    Problem p = paged_problem(a->q, a->out, a->cache, *a->metadata, a->scale, a->window, a->softcap);
+    set_bias(p, a->bias, a->first);
+    if (a->sinks.data != nullptr) p.sinks = static_cast<const char*>(a->sinks.data) + a->first * element_bytes(a->q);
     attend_paged(p, a->cache.dtype, a->q.rows, threads);
 }
 
 // Not of an int8 cache: a key's two parts would have two scales.
 PAGODA_EXPORT void pagoda_latent_attention(const LatentAttentionArgs* a, int32_t threads) {
-    Problem p = paged_problem(*a, 0, 0.0f);
+    Problem p = paged_problem(a->q, a->out, a->cache, *a->metadata, a->scale);
     p.rope_dim = static_cast<int>(a->cache.head_dim);
     p.q_rope = a->q_rotated.data;
     p.q_rope_stride = a->q_rotated.stride;
@@ -262,7 +222,7 @@ PAGODA_EXPORT void pagoda_bidirectional_attention(const BidirectionalAttentionAr
     by_dtype(a->q.dtype, [&](auto element) {
         using T = decltype(element);
         Problem p = with_transient_pages<T>(*a, threads);
-        Bias(a->bias, a->first).set(p);
+        set_bias(p, a->bias, a->first);
         attend<T>(p, static_cast<int>(a->q.rows), threads);
         cut_heads<T>(p, *a);
     });

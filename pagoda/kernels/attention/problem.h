@@ -44,6 +44,37 @@ struct Problem {
     }
 };
 
+// Head sizes of a cache are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's
+// included.
+inline Problem paged_problem(const Tensor& q, const Tensor& out, const KVPages& cache, const RowGroup& rows, float scale,
+                             int window = 0, float softcap = 0.0f) {
+    Problem p{q.dtype,
+              q.data,
+              out.data,
+              static_cast<const char*>(cache.k),
+              static_cast<const char*>(cache.v),
+              cache.k_scale,
+              cache.v_scale,
+              rows.query_start,
+              rows.seq_lens,
+              rows.block_table,
+              rows.table_stride,
+              q.stride,
+              cache.k_stride,
+              cache.v_stride,
+              cache.scale_stride,
+              static_cast<int>(rows.num_rows),
+              static_cast<int>(q.heads),
+              static_cast<int>(cache.kv_heads),
+              static_cast<int>(cache.value_dim),
+              static_cast<int>(cache.block_size),
+              window,
+              scale,
+              softcap};
+    p.last_seen = rows.last_seen;
+    return p;
+}
+
 // Consecutive queries of one row: `num_queries` of Problem::tokens, from `first` on. Or the queries of several rows that all
 // see a prefix that the rows share, and of this row's table only that. `first_at`: position of the first one. `length`:
 // positions of the row. The positions begin .. end - 1 are read: some query sees them, and no sums of others have them.

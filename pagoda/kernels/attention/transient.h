@@ -11,7 +11,7 @@ constexpr int64_t WIDEST_HEAD = 512;  // native/arguments.py refuses larger ones
 
 // Copy a vector of `dim` elements, and zeros after it up to `wide`.
 template <class T>
-void widen(const T* x, int64_t dim, T* to, int64_t wide) {
+void copy_padded(const T* x, int64_t dim, T* to, int64_t wide) {
     memcpy(static_cast<void*>(to), x, sizeof(T) * dim);
     memset(static_cast<void*>(to + dim), 0, sizeof(T) * (wide - dim));
 }
@@ -51,42 +51,27 @@ Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
                 const T* k = elements_of<const T>(a.k) + t * a.k.stride + h * dim;
                 const T* v = elements_of<const T>(a.v) + t * a.v.stride + h * dim;
                 if (is_wider) {
-                    widen(k, dim, wide_k, head_dim);
-                    widen(v, dim, wide_v, head_dim);
+                    copy_padded(k, dim, wide_k, head_dim);
+                    copy_padded(v, dim, wide_v, head_dim);
                     k = wide_k, v = wide_v;
                 }
                 scatter_k<T>(k, k_pages + to, slot, TRANSIENT_BLOCK, head_dim);
                 scatter_v<T>(v, v_pages + to, slot, head_dim);
             }
             for (int64_t h = 0; is_wider && h < heads; h++)
-                widen(elements_of<const T>(a.q) + t * a.q.stride + h * dim, dim, queries + (t * heads + h) * head_dim,
-                      head_dim);
+                copy_padded(elements_of<const T>(a.q) + t * a.q.stride + h * dim, dim,
+                            queries + (t * heads + h) * head_dim, head_dim);
         }
     });
-    return {a.q.dtype,
-            is_wider ? queries : a.q.data,
-            is_wider ? results : a.out.data,
-            reinterpret_cast<const char*>(k_pages),
-            reinterpret_cast<const char*>(v_pages),
-            nullptr,
-            nullptr,
-            rows.query_start,
-            rows.seq_lens,
-            tables,
-            width,
-            is_wider ? heads * head_dim : a.q.stride,
-            kv_heads * page,
-            kv_heads * page,
-            0,
-            static_cast<int>(rows.num_rows),
-            static_cast<int>(heads),
-            static_cast<int>(kv_heads),
-            static_cast<int>(head_dim),
-            TRANSIENT_BLOCK,
-            a.window,
-            a.scale,
-            a.softcap,
-            false};
+    KVPages pages{k_pages, v_pages, nullptr, nullptr, kv_heads * page, kv_heads * page, 0,
+                  blocks, kv_heads, TRANSIENT_BLOCK, head_dim, head_dim, a.k.dtype, 0};
+    RowGroup paged = rows;
+    paged.block_table = tables, paged.table_stride = width, paged.last_seen = nullptr;
+    Tensor q = a.q, out = a.out;
+    if (is_wider) q.data = queries, q.stride = heads * head_dim, out.data = results;
+    Problem p = paged_problem(q, out, pages, paged, a.scale, a.window, a.softcap);
+    p.causal = false;
+    return p;
 }
 
 // Copy results of widened heads to where the op's are.

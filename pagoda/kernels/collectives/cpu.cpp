@@ -22,10 +22,7 @@ void copy(void* to, const void* from, int64_t bytes, int threads) {
     });
 }
 
-int64_t element_bytes_of(int32_t dtype) {
-    return dtype == I8 ? 1 : dtype == I64 ? 8 : dtype == F32 || dtype == I32 ? 4 : 2;
-}
-int64_t bytes_of(const Tensor& x) { return num_elements(x) * element_bytes_of(x.dtype); }
+int64_t bytes_of(const Tensor& x) { return num_elements(x) * element_bytes(x); }
 
 uint64_t call_of(int32_t op, const Tensor& x, int64_t width) {
     return uint64_t(op) << 60 ^ uint64_t(x.dtype) << 56 ^ uint64_t(x.rows) << 28 ^ uint64_t(width);
@@ -85,7 +82,7 @@ PAGODA_EXPORT void pagoda_all_reduce(const AllReduceArgs* a, int32_t threads) {
         const T* x = elements_of<T>(a->x);
         T* out = elements_of<T>(a->out);
         int64_t elements = num_elements(a->x), most = segment_of(state).sizes().half_bytes / int64_t(sizeof(T));
-        uint64_t call = call_of(1, a->x, a->x.heads * a->x.dim);
+        uint64_t call = call_of(1, a->x, row_elements(a->x));
         for (int64_t at = 0; at < elements; at += most) {
             int64_t count = elements - at < most ? elements - at : most;
             if (state.failed || !sum_chunk(state, x + at, out + at, count, call, threads)) {
@@ -99,9 +96,8 @@ PAGODA_EXPORT void pagoda_all_reduce(const AllReduceArgs* a, int32_t threads) {
 PAGODA_EXPORT void pagoda_all_gather(const AllGatherArgs* a, int32_t threads) {
     RankState& state = *a->ranks;
     Segment segment = segment_of(state);
-    int64_t element_bytes = element_bytes_of(a->x.dtype);
-    int64_t half = segment.sizes().half_bytes, out_row_bytes = a->out.dim * element_bytes;
-    int64_t row_bytes = a->x.dim * element_bytes, bytes = a->x.rows * row_bytes;
+    int64_t half = segment.sizes().half_bytes, out_row_bytes = a->out.dim * element_bytes(a->x);
+    int64_t row_bytes = a->x.dim * element_bytes(a->x), bytes = a->x.rows * row_bytes;
     const char* x = elements_of<char>(a->x);
     char* out = elements_of<char>(a->out);
     uint64_t call = call_of(2, a->x, a->out.dim);

@@ -5,8 +5,6 @@
 
 namespace {
 
-inline float half_at(const uint8_t* p) { return load_lanes(reinterpret_cast<const f16*>(p), 1)[0]; }
-
 // Row `row` of a packed weight with `words` words per row, of which the first `bytes` bytes are copied.
 template <class Word>
 void copy_from_panels(const void* panels, int64_t words, int64_t row, void* to, int64_t bytes) {
@@ -90,19 +88,16 @@ void gather(const Args& a, int64_t first, int threads) {
     int64_t tokens = a.token_ids.rows, hidden = a.table.dim;
     const int32_t* ids = elements_of<int32_t>(a.token_ids);
     f32x16 scale = rounded<T>(splat(a.scale));
-    parallel(threads_for(tokens * hidden, threads, tokens), [&](int thread, int num_threads) {
-        Range mine = share_of(tokens, thread, num_threads);
-        for (int64_t t = mine.begin; t < mine.end; t++) {
-            T* to = elements_of<T>(a.out) + t * hidden;
-            int64_t row = ids[t] - first;
-            if (row < 0 || row >= a.table.rows) {
-                memset(static_cast<void*>(to), 0, sizeof(T) * hidden);
-                continue;
-            }
-            copy_row(a.table, row, to);
-            if (a.scale != 1.0f)
-                for_lanes(hidden, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(to + i, n) * scale, n); });
+    for_shares(tokens, tokens * hidden, threads, [&](int64_t t) {
+        T* to = elements_of<T>(a.out) + t * hidden;
+        int64_t row = ids[t] - first;
+        if (row < 0 || row >= a.table.rows) {
+            memset(static_cast<void*>(to), 0, sizeof(T) * hidden);
+            return;
         }
+        copy_row(a.table, row, to);
+        if (a.scale != 1.0f)
+            for_lanes(hidden, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(to + i, n) * scale, n); });
     });
 }
 

@@ -68,12 +68,9 @@ void write_tokens(const Write& w, int threads) {
     by_dtype(w.k.dtype, [&](auto element) {
         using T = decltype(element);
         auto write = w.cache.dtype == I8 ? write_token<T, int8_t> : write_token<T, T>;
-        parallel(threads_for(2 * num_elements(w.k), threads, w.k.rows), [&](int thread, int num_threads) {
-            Range mine = share_of(w.k.rows, thread, num_threads);
-            for (int64_t t = mine.begin; t < mine.end; t++) {
-                if (w.angles == nullptr) write(w, t, nullptr, nullptr);
-                else w.angles->with_row(t, [&](const float* cos, const float* sin) { write(w, t, cos, sin); });
-            }
+        for_shares(w.k.rows, 2 * num_elements(w.k), threads, [&](int64_t t) {
+            if (w.angles == nullptr) write(w, t, nullptr, nullptr);
+            else w.angles->with_row(t, [&](const float* cos, const float* sin) { write(w, t, cos, sin); });
         });
     });
 }

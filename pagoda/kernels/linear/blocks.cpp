@@ -20,7 +20,6 @@ inline uint16_t word_at(const uint8_t* p) {
     memcpy(&word, p, 2);
     return word;
 }
-inline float half_at(const uint8_t* p) { return load_lanes(reinterpret_cast<const f16*>(p), 1)[0]; }
 inline void store_halves(const float (&from)[MOST_GROUPS], uint16_t* to) {
     store(reinterpret_cast<f16*>(to), load(from));
 }
@@ -40,26 +39,17 @@ inline void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
 
 // ---- blocks of 32 values in one group: at `group` of `to` ----
 
-void q4_0(const uint8_t* block, Codes& to, int group) {
+// A scale, of some a minimum, of those of 5 bits the fifth ones, and the low four.
+template <bool HAS_MINIMUM, bool HAS_FIFTH>
+void q4_or_q5(const uint8_t* block, Codes& to, int group) {
     to.scales[group] = word_at(block);
-    nibbles(block + 2, 16, to.codes + 32 * group);
+    if (HAS_MINIMUM) to.offsets[group] = word_at(block + 2);
+    const uint8_t* bits = block + (HAS_MINIMUM ? 4 : 2);
+    nibbles(bits + (HAS_FIFTH ? 4 : 0), 16, to.codes + 32 * group);
+    if (HAS_FIFTH) add_fifth_bits(bits, to.codes + 32 * group);
 }
-void q4_1(const uint8_t* block, Codes& to, int group) {
-    to.scales[group] = word_at(block);
-    to.offsets[group] = word_at(block + 2);
-    nibbles(block + 4, 16, to.codes + 32 * group);
-}
-void q5_0(const uint8_t* block, Codes& to, int group) {
-    to.scales[group] = word_at(block);
-    nibbles(block + 6, 16, to.codes + 32 * group);
-    add_fifth_bits(block + 2, to.codes + 32 * group);
-}
-void q5_1(const uint8_t* block, Codes& to, int group) {
-    to.scales[group] = word_at(block);
-    to.offsets[group] = word_at(block + 2);
-    nibbles(block + 8, 16, to.codes + 32 * group);
-    add_fifth_bits(block + 4, to.codes + 32 * group);
-}
+constexpr auto q4_0 = q4_or_q5<false, false>, q4_1 = q4_or_q5<true, false>;
+constexpr auto q5_0 = q4_or_q5<false, true>, q5_1 = q4_or_q5<true, true>;
 void q8_0(const uint8_t* block, Codes& to, int group) {
     to.scales[group] = word_at(block);
     for (int i = 0; i < 32; i++) to.codes[32 * group + i] = block[2 + i] ^ 128;
@@ -179,7 +169,7 @@ const BlockType* type_of(int32_t number) {
 // Row `row` of the stacked pieces.
 Row row_of(const BlockRows* piece, int64_t row) {
     while (row >= piece->rows) row -= piece++->rows;
-    if (piece->order != nullptr) row = row / piece->unit * piece->unit + piece->order[row % piece->unit];
+    if (piece->head_order != nullptr) row = row / piece->unit * piece->unit + piece->head_order[row % piece->unit];
     const auto* at = static_cast<const uint8_t*>(piece->data) + row * piece->row_bytes;
     if (piece->exponents == nullptr) return {type_of(piece->type), at, nullptr};
     return {&PAIRS, at, piece->exponents + row * piece->exponents_row};

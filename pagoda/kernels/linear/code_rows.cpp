@@ -60,7 +60,7 @@ Panel panel_of(const PackedLinear& w, const CodeRows* piece, int64_t p) {
     for (int64_t c = 0; c < panel.columns; c++, row++) {
         for (; row >= piece->rows; piece++) row -= piece->rows;
         int64_t from = row;
-        if (piece->order != nullptr) from = row / piece->unit * piece->unit + piece->order[row % piece->unit];
+        if (piece->head_order != nullptr) from = row / piece->unit * piece->unit + piece->head_order[row % piece->unit];
         from += piece->first;
         panel.codes.set(c, piece->codes, from, bits);
         panel.scales.set(c, piece->scales, from, bits);
@@ -95,7 +95,7 @@ void pack_record(const PackedLinear& w, const Panel& panel, int64_t begin, int i
     for (int64_t i = begin; i < begin + w.group; i += 32 / BITS, to += 4 * PANEL) {
         uint32_t packed[PANEL] = {};
         for (int64_t k = 0; k < 32 / BITS && i + k < w.in_features; k++) {
-            int64_t element = w.order != nullptr ? w.order[i + k] : i + k;
+            int64_t element = w.input_order != nullptr ? w.input_order[i + k] : i + k;
             if (element < 0) continue;
             if (element >> in_shift != loaded) {
                 loaded = element >> in_shift;

@@ -1,6 +1,7 @@
 // The linear layers' entry points; their definition is linear/reference.py.
 #include <algorithm>
 
+#include "elementwise.h"
 #include "gemm.h"
 
 namespace {
@@ -12,7 +13,7 @@ void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, int thr
     auto* to = static_cast<char*>(out.data);
     for (; weight != nullptr; weight = weight->next) {
         linear_run({weight, x.data, x.rows, x.stride, x.dtype, out.dtype, to, out.stride, activation, gated}, threads);
-        to += weight->out_features * (out.dtype == F32 ? 4 : 2);
+        to += weight->out_features * element_bytes(out);
     }
 }
 
@@ -33,10 +34,10 @@ PAGODA_EXPORT void pagoda_linear_gate(const LinearGateArgs* a, int32_t threads) 
 
 // Head h of x times rows h * out .. of the weight: whole panels, each multiplied with the x of its head.
 PAGODA_EXPORT void pagoda_linear_by_head(const LinearByHeadArgs* a, int32_t threads) {
-    int64_t heads = a->x.heads, element_bytes = a->x.dtype == F32 ? 4 : 2;
+    int64_t heads = a->x.heads;
     auto job_of = [&](int64_t head, int64_t first, int64_t rows) -> LinearJob {
-        const char* x = static_cast<const char*>(a->x.data) + (first * a->x.stride + head * a->x.dim) * element_bytes;
-        char* out = static_cast<char*>(a->out.data) + first * a->out.stride * element_bytes;
+        const char* x = static_cast<const char*>(a->x.data) + (first * a->x.stride + head * a->x.dim) * element_bytes(a->x);
+        char* out = static_cast<char*>(a->out.data) + first * a->out.stride * element_bytes(a->x);
         return {a->weight, x, rows, a->x.stride, a->x.dtype, a->out.dtype, out, a->out.stride};
     };
     int64_t per_row = static_cast<int64_t>(linear_scratch_bytes(job_of(0, 0, 1))), panels = linear_panels(job_of(0, 0, 1));
@@ -51,17 +52,12 @@ PAGODA_EXPORT void pagoda_linear_by_head(const LinearByHeadArgs* a, int32_t thre
             return job;
         };
         if (scratch != nullptr)
-            parallel(threads_for(heads * rows * a->x.dim, threads, heads), [&](int thread, int num_threads) {
-                Range mine = share_of(heads, thread, num_threads);
-                for (int64_t head = mine.begin; head < mine.end; head++) {
-                    LinearJob job = with_scratch(head);
-                    linear_convert(job, 0, linear_pieces_of_x(job));
-                }
+            for_shares(heads, heads * rows * a->x.dim, threads, [&](int64_t head) {
+                LinearJob job = with_scratch(head);
+                linear_convert(job, 0, linear_pieces_of_x(job));
             });
-        std::atomic<int64_t> next{0};
-        parallel(threads_for(a->weight->out_features * a->x.dim, threads, heads), [&](int, int) {
-            for (int64_t head; (head = next.fetch_add(1)) < heads;)
-                linear_multiply_part(with_scratch(head), 0, rows, panels * head / heads, panels * (head + 1) / heads);
+        for_claims(heads, threads_for(a->weight->out_features * a->x.dim, threads), [&](int64_t head) {
+            linear_multiply_part(with_scratch(head), 0, rows, panels * head / heads, panels * (head + 1) / heads);
         });
     }
 }

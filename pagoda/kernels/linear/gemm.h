@@ -24,17 +24,16 @@ struct LinearJob {
 };
 
 // Bytes needed to convert x before the multiplication (quantised, widened, padded); often 0.
-__attribute__((visibility("hidden"))) size_t linear_scratch_bytes(const LinearJob& job);
+size_t linear_scratch_bytes(const LinearJob& job);
 // Convert pieces begin .. end - 1 of x: the segments of its rows, row by row. All must be converted before any thread
 // multiplies.
-__attribute__((visibility("hidden"))) void linear_convert(const LinearJob& job, int64_t begin, int64_t end);
+void linear_convert(const LinearJob& job, int64_t begin, int64_t end);
 // Convert all rows on `threads` threads, into the calling thread's memory of the number `scratch`.
-__attribute__((visibility("hidden"))) void linear_convert_all(LinearJob& job, int scratch, int threads);
-__attribute__((visibility("hidden"))) int64_t linear_pieces_of_x(const LinearJob& job);
+void linear_convert_all(LinearJob& job, int scratch, int threads);
+int64_t linear_pieces_of_x(const LinearJob& job);
 // Number of units that the output's columns are divided into: panels, or pairs of panels with a gate.
-__attribute__((visibility("hidden"))) int64_t linear_panels(const LinearJob& job);
+int64_t linear_panels(const LinearJob& job);
 // Compute rows [row, row_end) of panels [panel, panel_end) on the calling thread alone.
-__attribute__((visibility("hidden"))) void linear_multiply_part(const LinearJob& job, int64_t row, int64_t row_end,
-                                                                int64_t panel, int64_t panel_end);
+void linear_multiply_part(const LinearJob& job, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end);
 // Compute everything on `threads` threads.
-__attribute__((visibility("hidden"))) void linear_run(LinearJob job, int threads);
+void linear_run(LinearJob job, int threads);

@@ -57,11 +57,6 @@ inline Operand operand(const LinearJob& job) {
     return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
 }
 
-template <class T>
-void widen(const T* x, float* to, int64_t count) {
-    for_lanes(count, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(x + i, n), n); });
-}
-
 // What QuantizedRows has of a sum of bytes, of each lane `total`: it, or a middle less it, or what
 // `begins_below_zero` of each half of the quads' bytes.
 template <int32_t KIND, int GROUP>
@@ -133,8 +128,8 @@ void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
         for (int64_t g = first; g < std::min(groups, first + K_SEGMENT / SIZE); g++) {
             int64_t left = std::max<int64_t>(w.in_features - g * SIZE, 0), at = r * groups + g;
             T ordered[SIZE];
-            if (w.order != nullptr) gather_group<SIZE>(x, w.order + g * SIZE, ordered);
-            quantize_group<KIND, GROUP>(w.order != nullptr ? ordered : x + g * SIZE, left < SIZE ? left : SIZE,
+            if (w.input_order != nullptr) gather_group<SIZE>(x, w.input_order + g * SIZE, ordered);
+            quantize_group<KIND, GROUP>(w.input_order != nullptr ? ordered : x + g * SIZE, left < SIZE ? left : SIZE,
                                         const_cast<int8_t*>(to.bytes) + at * SIZE, const_cast<float*>(to.scales) + at,
                                         const_cast<int32_t*>(to.sums) + at * SUMS);
         }

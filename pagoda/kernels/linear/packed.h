@@ -45,6 +45,7 @@ constexpr int64_t header_bytes(int32_t kind, int64_t group) {
 constexpr int64_t quantized_record_bytes(int32_t kind, int64_t group) {
     return header_bytes(kind, group) + group * WEIGHT_FORMS[kind].bits / 8 * PANEL;
 }
+inline float half_at(const uint8_t* p) { return load_lanes(reinterpret_cast<const f16*>(p), 1)[0]; }
 // The scales of 16 columns. (That of exponent 0 is 0, since it is far below all others.)
 inline f32x16 load_scales(int32_t kind, const uint8_t* at) {
     if (WEIGHT_FORMS[kind].scale_bits == 8) return (f32x16)(load_bytes(at) << 23) * 0.5f;

@@ -74,7 +74,7 @@ class PackedWeight:
 
     dtype: of x; None for quantised weights, which take any.   table_dtype: of its rows as a table.
     next: the weight of the outputs that follow, in another form; out_features counts them, too.
-    order: see QuantizedWeight.
+    input_order: see QuantizedWeight.
     address: of the struct that the kernels receive.
     """
 
@@ -86,7 +86,7 @@ class PackedWeight:
     panels: torch.Tensor
     bias: torch.Tensor | None
     next: "PackedWeight | None" = None
-    order: torch.Tensor | None = None
+    input_order: torch.Tensor | None = None
 
     @property
     def address(self) -> int:
@@ -180,12 +180,12 @@ class PackedLinears:
     def _prepare_coded(
         self, weight: QuantizedWeight | BlockWeight, dtype: torch.dtype, bias: torch.Tensor | None, in_pairs: bool
     ) -> PackedWeight:
-        held, order = weight.held_as.native(), weight.order
+        held, order = weight.held_as.native(), weight.input_order
         in_features = weight.in_features if order is None else len(order)
         packed = self._empty(weight.out_features, in_features, None, held.form, held.group, bias, dtype, in_pairs)
         if order is not None:
-            packed.record.order = order.data_ptr()
-            packed = replace(packed, in_features=weight.in_features, order=order)
+            packed.record.input_order = order.data_ptr()
+            packed = replace(packed, in_features=weight.in_features, input_order=order)
         if isinstance(weight, QuantizedWeight):
             self._pack_codes(weight if weight.group == held.group else weight.in_groups_of(held.group), packed)
         else:
@@ -214,7 +214,7 @@ class PackedLinears:
             if piece.head_order is not None:
                 order = (c_int64 * len(piece.head_order))(*piece.head_order)
                 kept.append(order)
-                record.order, record.unit = addressof(order), len(order)
+                record.head_order, record.unit = addressof(order), len(order)
         array = (type(records[0]) * len(records))(*records)
         pack = self._library["pack_blocks" if are_blocks else "pack_code_rows"]
         pack(packed.address, addressof(array), self._threads)
@@ -236,7 +236,7 @@ class PackedLinears:
 
     def table_of(self, weight: LinearWeight) -> PackedTable | None:
         """See PrepareOps."""
-        if not isinstance(weight, PackedWeight) or weight.next is not None or weight.order is not None:
+        if not isinstance(weight, PackedWeight) or weight.next is not None or weight.input_order is not None:
             return None
         return PackedTable(weight)
 
@@ -250,7 +250,7 @@ class PackedLinears:
         if (
             len(weights) != len(experts)
             or len(alike) != 1
-            or any(weight.next or weight.order is not None for weight in weights)
+            or any(weight.next or weight.input_order is not None for weight in weights)
         ):
             raise ValueError(
                 f"the experts of a layer must be packed weights of one shape and kind, not {len(weights)} packed of "

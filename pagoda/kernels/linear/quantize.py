@@ -28,8 +28,8 @@ class QuantizedWeight:
     offsets: as `form.offset` says, minima like scales, zero points uint8 or int16 [out, groups], or None.
     units: float16 [out, groups, 1], or with minima 2: what integer scales and minima are multiplied with, in forms that
         have them: those are int8 or uint8 [out, sub-groups]. None in other forms.
-    order: int32 [in padded], which element of the input each code is multiplied with, -1 for padding; None if it is
-    its own. `in_features` counts the elements of the input.
+    input_order: int32 [in padded], which element of the input each code is multiplied with, -1 for padding; None if it
+        is its own. `in_features` counts the elements of the input.
     """
 
     form: WeightForm
@@ -38,7 +38,7 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     in_features: int
     group: int
-    order: torch.Tensor | None = None
+    input_order: torch.Tensor | None = None
     units: torch.Tensor | None = None
 
     @property
@@ -109,11 +109,11 @@ class QuantizedWeight:
         offsets = self.form.middle if offsets_of_groups is None else offsets_of_groups.unsqueeze(-1)
         values = codes * scales + offsets if self.form.offset is Offset.MINIMUM else (codes - offsets) * scales
         values = values.flatten(1)
-        if self.order is None:
+        if self.input_order is None:
             return values[:, : self.in_features]
-        stored = self.order >= 0
+        stored = self.input_order >= 0
         out = torch.empty(len(values), self.in_features, device=values.device)
-        out[:, self.order[stored].long()] = values[:, stored]
+        out[:, self.input_order[stored].long()] = values[:, stored]
         return out
 
 
@@ -189,14 +189,14 @@ class BlockWeight:
     """A weight in a file whose pieces are held alike: the native kernels pack it straight from there.
 
     pieces: stacked row-wise, of one class.   read: returns their codes, for other kernels.
-    order: see QuantizedWeight.
+    input_order: see QuantizedWeight.
     """
 
     held_as: WeightFormat
     pieces: Sequence[BlockRows | CodeRows]
     in_features: int
     read: Callable[[], QuantizedWeight]
-    order: torch.Tensor | None = None
+    input_order: torch.Tensor | None = None
 
     @property
     def out_features(self) -> int:
@@ -231,9 +231,9 @@ def stack(parts: Sequence[UnstackedWeight], device: torch.device) -> CodedWeight
 def _is_alike(one: UnstackedWeight, other: UnstackedWeight) -> bool:
     if one.held_as != other.held_as or type(one) is not type(other):
         return False
-    if one.order is None or other.order is None:
-        return one.order is other.order
-    return torch.equal(one.order, other.order)
+    if one.input_order is None or other.input_order is None:
+        return one.input_order is other.input_order
+    return torch.equal(one.input_order, other.input_order)
 
 
 def _join(parts: Sequence[UnstackedWeight], device: torch.device) -> UnstackedWeight:
@@ -241,7 +241,7 @@ def _join(parts: Sequence[UnstackedWeight], device: torch.device) -> UnstackedWe
         return stack_codes([codes_of(part) for part in parts]).to(device)
 
     first, pieces = parts[0], [piece for part in parts if isinstance(part, BlockWeight) for piece in part.pieces]
-    return BlockWeight(first.held_as, pieces, first.in_features, read, first.order) if pieces else read()
+    return BlockWeight(first.held_as, pieces, first.in_features, read, first.input_order) if pieces else read()
 
 
 def codes_of(weight: UnstackedWeight | StackedWeight) -> QuantizedWeight:
@@ -270,7 +270,7 @@ def stack_codes(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
     if not all(_is_alike(parts[0], part) for part in parts):
         parts = [part.tiled() for part in parts]
-        fits = [part.held_as == WeightFormat(Q8, 32) and part.order is None for part in parts]
+        fits = [part.held_as == WeightFormat(Q8, 32) and part.input_order is None for part in parts]
         parts = [part if fit else quantize(part.dequantize(), 32) for part, fit in zip(parts, fits, strict=True)]
     of_all = {name: [of for part in parts if (of := getattr(part, name)) is not None] for name in _BY_ROW}
     return replace(parts[0], **{name: torch.cat(of) if of else None for name, of in of_all.items()})

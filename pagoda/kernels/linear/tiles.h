@@ -1,6 +1,8 @@
 // The tiles of every form of weights, by their height and width.
 #pragma once
 
+#include <utility>
+
 #include "float_tiles.h"
 #include "k_tiles.h"
 #include "operand.h"
@@ -20,25 +22,31 @@ struct TileJob {
 
 using Tile = void (*)(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch);
 
-template <class Step, int ROWS, int PANELS>
-void run_float_tile(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
-    using Weight = typename Step::Weight;
-    const auto* x = static_cast<const typename Step::Word*>(job.x.words);
-    float_tile<Step, ROWS, PANELS>(x + job.row * job.x.stride + words_of(job.w, job.k), job.x.stride,
-                                   reinterpret_cast<const Weight*>(panel),
-                                   panel_stride / static_cast<int64_t>(sizeof(Weight)),
-                                   word_steps(job.w, job.k_end - job.k), out, job.adds, prefetch);
-}
-template <int32_t KIND, int GROUP, bool UNPACKED, int ROWS, int PANELS>
-void run_int_tile(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
-    constexpr int SIZE = x_group(WEIGHT_FORMS[KIND], GROUP), SUMS = sums_of_x_group(WEIGHT_FORMS[KIND], GROUP);
-    int64_t groups = groups_of(job.w), count = (job.k_end - job.k + GROUP - 1) / GROUP;
-    int64_t at = job.row * x_groups_of(job.w) + job.k / SIZE;
-    const QuantizedRows& x = job.x.quantized;
-    int_tile<KIND, GROUP, ROWS, PANELS, UNPACKED>({x.bytes + at * SIZE, x.scales + at, x.sums + at * SUMS}, groups,
-                                                  count, reinterpret_cast<const uint8_t*>(panel), panel_stride,
-                                                  job.unpacked, out, prefetch);
-}
+template <class Step>
+struct FloatTile {
+    template <int ROWS, int PANELS>
+    static void run(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
+        using Weight = typename Step::Weight;
+        const auto* x = static_cast<const typename Step::Word*>(job.x.words);
+        float_tile<Step, ROWS, PANELS>(x + job.row * job.x.stride + words_of(job.w, job.k), job.x.stride,
+                                       reinterpret_cast<const Weight*>(panel),
+                                       panel_stride / static_cast<int64_t>(sizeof(Weight)),
+                                       word_steps(job.w, job.k_end - job.k), out, job.adds, prefetch);
+    }
+};
+template <int32_t KIND, int GROUP, bool UNPACKED>
+struct IntTile {
+    template <int ROWS, int PANELS>
+    static void run(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
+        constexpr int SIZE = x_group(WEIGHT_FORMS[KIND], GROUP), SUMS = sums_of_x_group(WEIGHT_FORMS[KIND], GROUP);
+        int64_t groups = groups_of(job.w), count = (job.k_end - job.k + GROUP - 1) / GROUP;
+        int64_t at = job.row * x_groups_of(job.w) + job.k / SIZE;
+        const QuantizedRows& x = job.x.quantized;
+        int_tile<KIND, GROUP, ROWS, PANELS, UNPACKED>({x.bytes + at * SIZE, x.scales + at, x.sums + at * SUMS}, groups,
+                                                      count, reinterpret_cast<const uint8_t*>(panel), panel_stride,
+                                                      job.unpacked, out, prefetch);
+    }
+};
 
 // Tiles of every height, as wide (1, 2 or 4 panels) as the registers allow.
 struct Tiles {
@@ -53,37 +61,30 @@ struct Tiles {
     }
 };
 
-template <class Step>
-constexpr Tiles float_tiles() {
-    if constexpr (MANY_REGISTERS)
-        return {{run_float_tile<Step, 1, 1>, run_float_tile<Step, 2, 1>, run_float_tile<Step, 3, 1>,
-                 run_float_tile<Step, 4, 1>, run_float_tile<Step, 5, 1>, run_float_tile<Step, 6, 1>},
-                {run_float_tile<Step, 1, 2>, run_float_tile<Step, 2, 2>, run_float_tile<Step, 3, 2>,
-                 run_float_tile<Step, 4, 2>, run_float_tile<Step, 5, 2>, run_float_tile<Step, 6, 2>},
-                {run_float_tile<Step, 1, 4>, run_float_tile<Step, 2, 4>, run_float_tile<Step, 3, 4>}};
-    else
-        return {{run_float_tile<Step, 1, 1>, run_float_tile<Step, 2, 1>, run_float_tile<Step, 3, 1>,
-                 run_float_tile<Step, 4, 1>, run_float_tile<Step, 5, 1>, run_float_tile<Step, 6, 1>},
-                {},
-                {}};
-}
 // Of codes that take long to unpack, a core keeps too few reads under way: tiles of one panel prefetch the next.
 constexpr bool reads_ahead(int32_t kind) { return WEIGHT_FORMS[kind].bits >= 4 && WEIGHT_FORMS[kind].bits <= 6; }
 
+template <class Of, int PANELS, int COUNT, int... BELOW>
+constexpr void set_tiles(Tile (&tiles)[COUNT], std::integer_sequence<int, BELOW...>) {
+    ((tiles[BELOW] = Of::template run<BELOW + 1, PANELS>), ...);
+}
+// Those of two panels up to WIDE rows, of four up to WIDEST.
+template <class Of, int WIDE, int WIDEST>
+constexpr Tiles tiles_of() {
+    Tiles tiles{};
+    set_tiles<Of, 1>(tiles.narrow, std::make_integer_sequence<int, 6>());
+    set_tiles<Of, 2>(tiles.wide, std::make_integer_sequence<int, WIDE>());
+    set_tiles<Of, 4>(tiles.widest, std::make_integer_sequence<int, WIDEST>());
+    return tiles;
+}
+template <class Step>
+constexpr Tiles float_tiles() {
+    return tiles_of<FloatTile<Step>, MANY_REGISTERS ? 6 : 0, MANY_REGISTERS ? 3 : 0>();
+}
 template <int32_t KIND, int GROUP, bool UNPACKED>
 constexpr Tiles int_tiles() {
-    Tiles tiles{{run_int_tile<KIND, GROUP, UNPACKED, 1, 1>, run_int_tile<KIND, GROUP, UNPACKED, 2, 1>,
-                 run_int_tile<KIND, GROUP, UNPACKED, 3, 1>, run_int_tile<KIND, GROUP, UNPACKED, 4, 1>,
-                 run_int_tile<KIND, GROUP, UNPACKED, 5, 1>, run_int_tile<KIND, GROUP, UNPACKED, 6, 1>},
-                {},
-                {}};
-    if constexpr (MANY_REGISTERS && !reads_ahead(KIND)) {
-        tiles.wide[0] = run_int_tile<KIND, GROUP, UNPACKED, 1, 2>;
-        tiles.wide[1] = run_int_tile<KIND, GROUP, UNPACKED, 2, 2>;
-        tiles.wide[2] = run_int_tile<KIND, GROUP, UNPACKED, 3, 2>;
-        tiles.widest[0] = run_int_tile<KIND, GROUP, UNPACKED, 1, 4>;
-    }
-    return tiles;
+    constexpr bool WIDE = MANY_REGISTERS && !reads_ahead(KIND);
+    return tiles_of<IntTile<KIND, GROUP, UNPACKED>, WIDE ? 3 : 0, WIDE ? 1 : 0>();
 }
 
 // How a weight is multiplied. unpack: how its panels are unpacked for UNPACK_ROWS rows, which `of_unpacked` multiply

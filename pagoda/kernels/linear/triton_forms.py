@@ -72,7 +72,7 @@ def plain(weight: LibraryLinear) -> TiledLinear:
 
 
 def has_kernel(weight: QuantizedWeight) -> bool:
-    return weight.order is None and weight.form not in NOT_TILED
+    return weight.input_order is None and weight.form not in NOT_TILED
 
 
 def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:

@@ -138,18 +138,19 @@ RowGroup = struct(
 PackedLinear = struct(
     "PackedLinear",
     "A packed weight. bias: [out padded to a panel] or null. group: elements along `in` that share a scale, or 0. "
-    "next: the weight of the outputs that follow, in another form, or null. order: of codes, which element of x each "
-    "of the in_features is multiplied with, or -1 for none; null where it is their own. in_pairs: the first half "
+    "next: the weight of the outputs that follow, in another form, or null. input_order: of codes, which element of x "
+    "each of the in_features is multiplied with, or -1 for none; null where it is their own. in_pairs: the first half "
     "of the outputs are gates of the second, each whole panels.",
     panels="const void*", bias="const float*", out_features="int64_t", in_features="int64_t", kind="int32_t",
-    group="int32_t", next="const PackedLinear*", order="const int32_t*", in_pairs="int32_t", unused="int32_t",
+    group="int32_t", next="const PackedLinear*", input_order="const int32_t*", in_pairs="int32_t", unused="int32_t",
 )  # fmt: skip
 BlockRows = struct(
     "BlockRows",
-    "Rows of blocks in a file, `row_bytes` apart. type: its number in GGUF files.   order: in which the `unit` rows of "
-    "a head are taken, or null.   exponents: of MXFP4 blocks that do not contain them, of rows `exponents_row` apart.",
-    data="const void*", row_bytes="int64_t", rows="int64_t", order="const int64_t*", type="int32_t", unit="int32_t",
-    exponents="const uint8_t*", exponents_row="int64_t",
+    "Rows of blocks in a file, `row_bytes` apart. type: its number in GGUF files.   head_order: in which the `unit` "
+    "rows of a head are taken, or null.   exponents: of MXFP4 blocks that do not contain them, of rows `exponents_row` "
+    "apart.",
+    data="const void*", row_bytes="int64_t", rows="int64_t", head_order="const int64_t*", type="int32_t",
+    unit="int32_t", exponents="const uint8_t*", exponents_row="int64_t",
 )  # fmt: skip
 CodeMatrix = struct(
     "CodeMatrix",
@@ -163,8 +164,8 @@ CodeRows = struct(
     "CodeRows",
     "Rows of codes in a file, from the row `first` of the matrices on. scales: float16.   zeros: data is null where "
     "there are none; `zero` is added to what is stored.   groups: the column in scales and zeros of each 32 elements "
-    "along `in`.   order, unit: as of BlockRows.",
-    codes="CodeMatrix", scales="CodeMatrix", zeros="CodeMatrix", groups="const int32_t*", order="const int64_t*",
+    "along `in`.   head_order, unit: as of BlockRows.",
+    codes="CodeMatrix", scales="CodeMatrix", zeros="CodeMatrix", groups="const int32_t*", head_order="const int64_t*",
     rows="int64_t", first="int64_t", unit="int32_t", zero="int32_t",
 )  # fmt: skip
 ExpertStack = struct(

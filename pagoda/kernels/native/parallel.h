@@ -71,6 +71,23 @@ inline int threads_for(int64_t elements, int threads, int64_t pieces = INT64_MAX
     return static_cast<int>(std::max<int64_t>(most, 1));
 }
 
+// Call body(i) for every i below `count`, of `elements` in total: threads have equal shares.
+template <class Body>
+inline void for_shares(int64_t count, int64_t elements, int threads, Body&& body) {
+    parallel(threads_for(elements, threads, count), [&](int thread, int num_threads) {
+        Range mine = share_of(count, thread, num_threads);
+        for (int64_t i = mine.begin; i < mine.end; i++) body(i);
+    });
+}
+// The same where some take longer than others: threads claim one after the other.
+template <class Body>
+inline void for_claims(int64_t count, int threads, Body&& body) {
+    std::atomic<int64_t> next{0};
+    parallel(static_cast<int>(std::min<int64_t>(threads, count)), [&](int, int) {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+    });
+}
+
 // A thread's buffers, freed when it ends.
 struct Scratch {
     void* buffer[8] = {};

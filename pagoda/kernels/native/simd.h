@@ -298,6 +298,11 @@ inline void store_lanes(T* p, f32x16 v, int n) {
         store_first(p, v, n);
 }
 
+template <class T>
+inline void widen(const T* x, float* to, int64_t count) {
+    for_lanes(count, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(x + i, n), n); });
+}
+
 // ---- pairs of bf16: a 32-bit lane holds two adjacent values, the first in the low half ----
 
 #if defined(PAGODA_AVX512_BF16)

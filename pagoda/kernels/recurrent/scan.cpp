@@ -112,11 +112,6 @@ f32x16 gather(const Tensor& from, int64_t token, int64_t head, int count) {
     return load(numbers);
 }
 
-template <class T>
-void widen(const T* x, int64_t dim, float* to) {
-    for_lanes(dim, [&](int64_t i, int n) { store(to + i, load_lanes(x + i, n)); });
-}
-
 // x times factor over its length.
 template <class T>
 void normalize(const T* x, int64_t dim, float factor, float* to) {
@@ -141,8 +136,8 @@ void fill(Tile& tile, const Problem<T>& p, int64_t token, int64_t head, int coun
             normalize(x + p.keys_at, dim, 1.0f, key);
             normalize(x + p.queries_at, dim, query_factor, query);
         } else {
-            widen(x + p.keys_at, dim, key);
-            widen(x + p.queries_at, dim, query);
+            widen(x + p.keys_at, key, dim);
+            widen(x + p.queries_at, query, dim);
         }
     }
     f32x16 step = softplus(gather<T>(*p.decay_raw, token, head, count) + p.dt_bias[head]);

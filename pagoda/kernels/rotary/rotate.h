@@ -49,14 +49,12 @@ inline void rotate_rows(const Tensor& x, const Angles& angles, const Tensor& out
     int64_t half = x.dim / 2;
     by_dtype(x.dtype, [&](auto element) {
         using T = decltype(element);
-        parallel(threads_for(num_elements(x), threads, x.rows), [&](int thread, int num_threads) {
-            Range mine = share_of(x.rows, thread, num_threads);
-            for (int64_t t = mine.begin; t < mine.end; t++)
-                angles.with_row(t, [&](const float* cos, const float* sin) {
-                    for (int64_t h = 0; h < x.heads; h++)
-                        rotate_vector(elements_of<const T>(x) + t * x.stride + h * x.dim, cos, sin,
-                                      elements_of<T>(out) + (t * x.heads + h) * x.dim, half);
-                });
+        for_shares(x.rows, num_elements(x), threads, [&](int64_t t) {
+            angles.with_row(t, [&](const float* cos, const float* sin) {
+                for (int64_t h = 0; h < x.heads; h++)
+                    rotate_vector(elements_of<const T>(x) + t * x.stride + h * x.dim, cos, sin,
+                                  elements_of<T>(out) + (t * x.heads + h) * x.dim, half);
+            });
         });
     });
 }

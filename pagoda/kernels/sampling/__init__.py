@@ -1,1 +1,4 @@
-"""From logits to one token per row: `reference.py` is the definition, `library.py` the same over a batch in torch."""
+"""From logits to one token per row, by way of bias, penalties, allowed and forbidden tokens.
+
+`reference.py` is the definition, `library.py` the same over a batch in torch; `batch.py`: what a batch is sampled with.
+"""

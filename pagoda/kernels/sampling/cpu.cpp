@@ -14,6 +14,7 @@
 
 namespace {
 
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
 constexpr int BLOCK = 64;         // logits of which the maximum is kept
 constexpr int SUM_CHUNK = 512;    // weights summed at a time when looking for the token that u points at
 constexpr int FIRST_RANKS = 64;   // ranks tried first for top_p alone
@@ -92,13 +93,13 @@ struct Row {
     f64x8 wide(int64_t at, int64_t count) const {
 #if defined(PAGODA_AVX512)
         __mmask8 there = static_cast<__mmask8>(count >= 8 ? 0xff : (1 << count) - 1);
-        __m256 nothing = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
+        __m256 nothing = _mm256_set1_ps(NEVER);
         return (f64x8)_mm512_cvtps_pd(_mm256_mask_loadu_ps(nothing, there, logits + at));
 #else
         float copy[8];
         const float* from = logits + at;
         if (count < 8) {
-            for (float& lane : copy) lane = -std::numeric_limits<float>::infinity();
+            for (float& lane : copy) lane = NEVER;
             from = static_cast<const float*>(memcpy(copy, from, sizeof(float) * count));
         }
         return converted<f64x8>(load_as<f32x8>(from));
@@ -119,9 +120,9 @@ struct Row {
 
     // A logit below this has weight 0: its weight is under min_p.
     float cutoff() const {
-        if (min_p <= 0.0) return -std::numeric_limits<float>::infinity();
+        if (min_p <= 0.0) return NEVER;
         double bound = largest + (std::log(min_p) - 1e-6) / inverse_temperature;
-        return std::nextafter(static_cast<float>(bound), -std::numeric_limits<float>::infinity());
+        return std::nextafter(static_cast<float>(bound), NEVER);
     }
 
     // Running sums of the weights after each chunk; returns how many chunks. kept: the weights [vocab], if not null.
@@ -173,16 +174,15 @@ struct Row {
     // The best `ranks` tokens (at most vocab) or a few more, in rank order; returns how many.
     int64_t rank(int64_t ranks, float* maxima, Candidate* candidates) const {
         int64_t blocks = (vocab + BLOCK - 1) / BLOCK, count = 0;
-        float bound = -std::numeric_limits<float>::infinity();
+        float bound = NEVER;
         if (ranks <= blocks) {
             block_maxima(maxima);
             std::nth_element(maxima, maxima + ranks - 1, maxima + blocks, std::greater<float>());
             bound = maxima[ranks - 1];
         }
         for (int64_t i = 0; i < vocab; i += 16) {
-            int n = static_cast<int>(std::min<int64_t>(16, vocab - i));
-            if (lane_max(n == 16 ? load(logits + i) : tail(i, n)) < bound) continue;
-            for (int64_t j = i; j < i + n; j++)
+            if (lane_max(lanes(i)) < bound) continue;
+            for (int64_t j = i; j < std::min(vocab, i + 16); j++)
                 if (logits[j] >= bound) candidates[count++] = {logits[j], static_cast<int32_t>(j)};
         }
         if (count > 4 * ranks) {
@@ -193,15 +193,15 @@ struct Row {
         return count;
     }
 
-    f32x16 tail(int64_t at, int n) const {
-        return load_lanes_or(logits + at, n, -std::numeric_limits<float>::infinity());
+    // Up to 16 logits, padded with -inf.
+    f32x16 lanes(int64_t at) const {
+        return load_lanes_or(logits + at, static_cast<int>(std::min<int64_t>(16, vocab - at)), NEVER);
     }
 
     void block_maxima(float* maxima) const {
         for (int64_t start = 0, b = 0; start < vocab; start += BLOCK, b++) {
-            f32x16 top = splat(-std::numeric_limits<float>::infinity());
-            for (int64_t i = start; i < std::min(vocab, start + BLOCK); i += 16)
-                top = vmax(top, vocab - i >= 16 ? load(logits + i) : tail(i, static_cast<int>(vocab - i)));
+            f32x16 top = splat(NEVER);
+            for (int64_t i = start; i < std::min(vocab, start + BLOCK); i += 16) top = vmax(top, lanes(i));
             maxima[b] = lane_max(top);
         }
     }
@@ -269,22 +269,13 @@ struct Row {
         return count;
     }
 
-    // From candidates in order of id, by their weights in `all`.
-    int64_t pick_by_weight(const Candidate* kept, int64_t count, const double* all) const {
-        double total = 0.0, running = 0.0;
-        auto weight_of = [&](int64_t i) { return all[kept[i].id] >= min_p ? all[kept[i].id] : 0.0; };
-        for (int64_t i = 0; i < count; i++) total += weight_of(i);
-        double goal = target(total);
-        for (int64_t i = 0; i < count; i++) {
-            running += weight_of(i);
-            if (running > goal) return kept[i].id;
-        }
-        return kept[count - 1].id;  // unreachable: the running sum ends at the total, which is above the goal
-    }
-
-    // From ranked candidates.
-    int64_t pick_from_best(Candidate* kept, int64_t count) const {
-        std::sort(kept, kept + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+    // From candidates in order of id.   weight_of: of a candidate.
+    template <class WeightOf>
+    int64_t pick(const Candidate* kept, int64_t count, WeightOf&& weight_of) const {
+        auto kept_weight = [&](const Candidate& c) {
+            double w = weight_of(c);
+            return w >= min_p ? w : 0.0;
+        };
         double total = 0.0, running = 0.0;
         for (int64_t i = 0; i < count; i++) total += kept_weight(kept[i]);
         double goal = target(total);
@@ -294,9 +285,12 @@ struct Row {
         }
         return kept[count - 1].id;  // unreachable: the running sum ends at the total, which is above the goal
     }
-    double kept_weight(const Candidate& c) const {
-        double w = weight(c.logit);
-        return w >= min_p ? w : 0.0;
+    int64_t pick_by_weight(const Candidate* kept, int64_t count, const double* all) const {
+        return pick(kept, count, [&](const Candidate& c) { return all[c.id]; });
+    }
+    int64_t pick_from_ranked(Candidate* kept, int64_t count) const {
+        std::sort(kept, kept + count, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+        return pick(kept, count, [&](const Candidate& c) { return weight(c.logit); });
     }
 
     // The tokens that top_k and top_p keep, as candidates; returns how many.
@@ -346,10 +340,10 @@ bool filters(int64_t top_k, double top_p) { return top_k > 0 || top_p < 1.0; }
 
 // Largest logit of a row; NaN if any of them is NaN.
 float largest_of(const Row& row) {
-    f32x16 top = splat(-std::numeric_limits<float>::infinity());
+    f32x16 top = splat(NEVER);
     i32x16 no_number = {};
     for (int64_t i = 0; i < row.vocab; i += 16) {
-        f32x16 v = row.vocab - i >= 16 ? load(row.logits + i) : row.tail(i, static_cast<int>(row.vocab - i));
+        f32x16 v = row.lanes(i);
         top = vmax(top, v);
         no_number |= v != v;
     }
@@ -363,37 +357,30 @@ float largest_of(const Row& row) {
 // Largest logit of each row and the lowest id that has it; NaN and id 0 for a row with a NaN. logits [rows, vocab].
 PAGODA_EXPORT void pagoda_best_tokens(const float* logits, int64_t stride, int64_t rows, int64_t vocab, float* values,
                                       int64_t* ids, int threads) {
-    std::atomic<int64_t> next{0};
-    parallel(threads_for(rows * vocab, threads, rows), [&](int, int) {
-        for (int64_t r; (r = next.fetch_add(1)) < rows;) {
-            Row row{logits + r * stride, vocab, 0, 0, 0, 0};
-            values[r] = largest_of(row);
-            int64_t id = 0;
-            while (values[r] == values[r] && row.logits[id] != values[r]) id++;
-            ids[r] = id;
-        }
+    for_claims(rows, threads_for(rows * vocab, threads), [&](int64_t r) {
+        Row row{logits + r * stride, vocab, 0, 0, 0, 0};
+        values[r] = largest_of(row);
+        int64_t id = 0;
+        while (values[r] == values[r] && row.logits[id] != values[r]) id++;
+        ids[r] = id;
     });
 }
 
 // Logits whose bit is 0 become -inf, in `count` different rows; bits [count, ceil(vocab / 32)], lowest bit first.
 PAGODA_EXPORT void pagoda_mask_logits(float* logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t* draws,
                                       int64_t count, const uint32_t* bits, int threads) {
-    constexpr float FORBIDDEN = -std::numeric_limits<float>::infinity();
     int64_t words = (vocab + 31) / 32;
-    std::atomic<int64_t> next{0};
-    parallel(threads_for(count * vocab, threads, count), [&](int, int) {
-        for (int64_t d; (d = next.fetch_add(1)) < count;) {
-            float* row = logits + draws[d] * stride;
-            const uint32_t* mask = bits + d * words;
-            for (int64_t w = 0; w < words; w++) {
-                uint32_t word = mask[w];
-                if (word == ~0u) continue;
-                int64_t begin = w * 32, end = std::min(vocab, begin + 32);
-                if (word == 0)
-                    std::fill(row + begin, row + end, FORBIDDEN);
-                else
-                    for (int64_t i = begin; i < end; i++) row[i] = (word >> (i - begin)) & 1 ? row[i] : FORBIDDEN;
-            }
+    for_claims(count, threads_for(count * vocab, threads), [&](int64_t d) {
+        float* row = logits + draws[d] * stride;
+        const uint32_t* mask = bits + d * words;
+        for (int64_t w = 0; w < words; w++) {
+            uint32_t word = mask[w];
+            if (word == ~0u) continue;
+            int64_t begin = w * 32, end = std::min(vocab, begin + 32);
+            if (word == 0)
+                std::fill(row + begin, row + end, NEVER);
+            else
+                for (int64_t i = begin; i < end; i++) row[i] = (word >> (i - begin)) & 1 ? row[i] : NEVER;
         }
     });
     (void)rows;
@@ -404,21 +391,18 @@ PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t ro
                                  const float* best_values, const int64_t* best_ids, const float* temperature,
                                  const int32_t* top_k, const float* top_p, const float* min_p, const double* uniform,
                                  int64_t* tokens, int threads) {
-    std::atomic<int64_t> next{0};
-    parallel(threads_for(rows * vocab, threads, rows), [&](int, int) {
+    for_claims(rows, threads_for(rows * vocab, threads), [&](int64_t r) {
         RowScratch scratch(vocab);
-        for (int64_t r; (r = next.fetch_add(1)) < rows;) {
-            Row row{logits + r * stride, vocab, best_values[r], 1.0 / temperature[r], min_p[r], uniform[r]};
-            bool by_weight;
-            if (temperature[r] <= 0.0f) {
-                tokens[r] = best_ids[r];
-            } else if (!filters(top_k[r], top_p[r])) {
-                tokens[r] = row.pick_from_all(scratch.reached);
-            } else {
-                int64_t count = scratch.filter(row, top_k[r], top_p[r], by_weight);
-                tokens[r] = by_weight ? row.pick_by_weight(scratch.candidates, count, scratch.weights)
-                                      : row.pick_from_best(scratch.candidates, count);
-            }
+        Row row{logits + r * stride, vocab, best_values[r], 1.0 / temperature[r], min_p[r], uniform[r]};
+        bool by_weight;
+        if (temperature[r] <= 0.0f) {
+            tokens[r] = best_ids[r];
+        } else if (!filters(top_k[r], top_p[r])) {
+            tokens[r] = row.pick_from_all(scratch.reached);
+        } else {
+            int64_t count = scratch.filter(row, top_k[r], top_p[r], by_weight);
+            tokens[r] = by_weight ? row.pick_by_weight(scratch.candidates, count, scratch.weights)
+                                  : row.pick_from_ranked(scratch.candidates, count);
         }
     });
 }
@@ -428,32 +412,28 @@ PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t ro
 PAGODA_EXPORT void pagoda_process_logits(float* logits, int64_t stride, int64_t rows, int64_t vocab,
                                          const float* best_values, const float* temperature, const int32_t* top_k,
                                          const float* top_p, const float* min_p, int threads) {
-    constexpr float DROPPED = -std::numeric_limits<float>::infinity();
-    std::atomic<int64_t> next{0};
-    parallel(threads_for(rows * vocab, threads, rows), [&](int, int) {
+    for_claims(rows, threads_for(rows * vocab, threads), [&](int64_t r) {
         RowScratch scratch(vocab);
-        for (int64_t r; (r = next.fetch_add(1)) < rows;) {
-            float* to = logits + r * stride;
-            if (temperature[r] <= 0.0f || !std::isfinite(best_values[r])) continue;
-            Row row{to, vocab, best_values[r], 1.0 / temperature[r], min_p[r], 0.0};
-            auto divided = [&](float logit) { return static_cast<float>(static_cast<double>(logit) / temperature[r]); };
-            if (!filters(top_k[r], top_p[r])) {
-                for (int64_t i = 0; i < vocab; i += 8) {
-                    int64_t count = std::min<int64_t>(8, vocab - i);
-                    f64x8 w = row.weights(i, count);
-                    for (int64_t j = 0; j < count; j++)
-                        to[i + j] = w[j] > 0.0 || min_p[r] <= 0.0f ? divided(to[i + j]) : DROPPED;
-                }
-                continue;
+        float* to = logits + r * stride;
+        if (temperature[r] <= 0.0f || !std::isfinite(best_values[r])) return;
+        Row row{to, vocab, best_values[r], 1.0 / temperature[r], min_p[r], 0.0};
+        auto divided = [&](float logit) { return static_cast<float>(static_cast<double>(logit) / temperature[r]); };
+        if (!filters(top_k[r], top_p[r])) {
+            for (int64_t i = 0; i < vocab; i += 8) {
+                int64_t count = std::min<int64_t>(8, vocab - i);
+                f64x8 w = row.weights(i, count);
+                for (int64_t j = 0; j < count; j++)
+                    to[i + j] = w[j] > 0.0 || min_p[r] <= 0.0f ? divided(to[i + j]) : NEVER;
             }
-            bool by_weight;
-            int64_t count = scratch.filter(row, top_k[r], top_p[r], by_weight);
-            std::fill(to, to + vocab, DROPPED);
-            for (int64_t i = 0; i < count; i++) {
-                const Candidate& c = scratch.candidates[i];
-                double weight = by_weight ? scratch.weights[c.id] : row.weight(c.logit);
-                if (weight >= min_p[r]) to[c.id] = divided(c.logit);
-            }
+            return;
+        }
+        bool by_weight;
+        int64_t count = scratch.filter(row, top_k[r], top_p[r], by_weight);
+        std::fill(to, to + vocab, NEVER);
+        for (int64_t i = 0; i < count; i++) {
+            const Candidate& c = scratch.candidates[i];
+            double weight = by_weight ? scratch.weights[c.id] : row.weight(c.logit);
+            if (weight >= min_p[r]) to[c.id] = divided(c.logit);
         }
     });
 }
@@ -463,30 +443,27 @@ PAGODA_EXPORT void pagoda_process_logits(float* logits, int64_t stride, int64_t 
 PAGODA_EXPORT void pagoda_top_logprobs(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
                                        const int64_t* chosen, int64_t k, int32_t* ids, float* logprobs, int32_t* ranks,
                                        int threads) {
-    std::atomic<int64_t> next{0};
-    parallel(threads_for(rows * vocab, threads, rows), [&](int, int) {
+    for_claims(rows, threads_for(rows * vocab, threads), [&](int64_t r) {
         RowScratch scratch(vocab);
-        for (int64_t r; (r = next.fetch_add(1)) < rows;) {
-            Row row{logits + r * stride, vocab, 0, 1.0, 0.0, 0};
-            float largest = largest_of(row), own = row.logits[chosen[r]];
-            int32_t* id = ids + r * (1 + k);
-            float* logprob = logprobs + r * (1 + k);
-            id[0] = static_cast<int32_t>(chosen[r]);
-            ranks[r] = 1;
-            if (largest != largest) {
-                for (int64_t i = 0; i <= k; i++) logprob[i] = largest;
-                for (int64_t i = 1; i <= k; i++) id[i] = static_cast<int32_t>(i - 1);
-                continue;
-            }
-            row.largest = largest;
-            double normaliser = largest + std::log(scratch.reached[row.chunk_sums(scratch.reached) - 1]);
-            logprob[0] = static_cast<float>(own - normaliser);
-            for (int64_t i = 0; i < vocab; i++) ranks[r] += row.logits[i] > own;
-            if (k > 0) row.rank(k, scratch.maxima, scratch.candidates);
-            for (int64_t i = 0; i < k; i++) {
-                id[1 + i] = scratch.candidates[i].id;
-                logprob[1 + i] = static_cast<float>(scratch.candidates[i].logit - normaliser);
-            }
+        Row row{logits + r * stride, vocab, 0, 1.0, 0.0, 0};
+        float largest = largest_of(row), own = row.logits[chosen[r]];
+        int32_t* id = ids + r * (1 + k);
+        float* logprob = logprobs + r * (1 + k);
+        id[0] = static_cast<int32_t>(chosen[r]);
+        ranks[r] = 1;
+        if (largest != largest) {
+            for (int64_t i = 0; i <= k; i++) logprob[i] = largest;
+            for (int64_t i = 1; i <= k; i++) id[i] = static_cast<int32_t>(i - 1);
+            return;
+        }
+        row.largest = largest;
+        double normaliser = largest + std::log(scratch.reached[row.chunk_sums(scratch.reached) - 1]);
+        logprob[0] = static_cast<float>(own - normaliser);
+        for (int64_t i = 0; i < vocab; i++) ranks[r] += row.logits[i] > own;
+        if (k > 0) row.rank(k, scratch.maxima, scratch.candidates);
+        for (int64_t i = 0; i < k; i++) {
+            id[1 + i] = scratch.candidates[i].id;
+            logprob[1 + i] = static_cast<float>(scratch.candidates[i].logit - normaliser);
         }
     });
 }

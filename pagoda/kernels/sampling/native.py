@@ -1,20 +1,51 @@
-"""Sampling and log-probabilities by the compiled kernels."""
+"""Logit constraints, sampling and log-probabilities by the compiled kernels."""
+
+from ctypes import byref
 
 import numpy as np
 import torch
 
 from pagoda.base.errors import InvariantBroken
+from pagoda.kernels.native.abi import LogitConstraints, Shared, TokenRuns
 from pagoda.kernels.native.checks import check_logits
 from pagoda.kernels.native.library import NativeLibrary
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import BatchConstraints, DrawParams, TokenLists
 from pagoda.kernels.sampling.reference import LogprobTensors, without_nonfinite
 
 
 class NativeSampling:
-    """`sample` as defined by reference.sample, and the argmax that it needs, on `threads` threads."""
+    """SamplingOps as reference.py defines them, with its bits where it has them, on `threads` threads."""
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self._library, self._threads = library, threads
+
+    def constrain(self, logits: torch.Tensor, constraints: BatchConstraints) -> None:
+        """See reference.constrain."""
+        check_logits(logits)
+        constraints.check(*logits.shape)
+        rows = np.ascontiguousarray(constraints.rows, np.int64)
+        columns = [
+            np.ascontiguousarray(column, np.float32)
+            for column in (constraints.repetition, constraints.frequency, constraints.presence)
+        ]
+        masks = constraints.allowed
+        allowed = np.array([0 if mask is None else mask.ctypes.data for mask in masks], np.uint64)
+        lengths = np.array([0 if mask is None else len(mask) for mask in masks], np.int64)
+        record = LogitConstraints(
+            rows.ctypes.data,
+            len(rows),
+            _runs(constraints.bias),
+            constraints.bias_values.ctypes.data,
+            _runs(constraints.penalized),
+            constraints.output_counts.ctypes.data,
+            *(column.ctypes.data for column in columns),
+            allowed.ctypes.data,
+            lengths.ctypes.data,
+            _runs(constraints.forbidden),
+        )
+        self._library["constrain"](
+            logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], byref(record), self._threads
+        )
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (largest logit float32 [S], its lowest id int64 [S]) of float32 [S, V]; NaN for a row with a NaN."""
@@ -86,3 +117,7 @@ class NativeSampling:
             token_ids.data_ptr(), values.data_ptr(), ranks.data_ptr(), self._threads,
         )  # fmt: skip
         return LogprobTensors(token_ids, values, ranks)
+
+
+def _runs(lists: TokenLists) -> Shared:
+    return TokenRuns(lists.starts.ctypes.data, lists.ids.ctypes.data)

@@ -13,12 +13,13 @@ u depends only on (seed, position of the token in its sequence), so neither the 
 preemption, nor a draft that was verified at this position can change the token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import BatchConstraints, DrawParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -51,6 +52,64 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         stream = _mix(seeds.astype(np.uint64) + _GOLDEN)
         bits = _mix(stream + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def constrain(logits: torch.Tensor, constraints: BatchConstraints) -> None:
+    """Apply `constraints` to logits float32 [n, V] in place: row by row, token by token.
+
+    Raises InvariantBroken for a row or id outside them.
+    """
+    constraints.check(*logits.shape)
+    each = zip(
+        constraints.rows.tolist(),
+        constraints.bias.spans(),
+        constraints.penalized.spans(),
+        constraints.allowed,
+        constraints.forbidden.spans(),
+        strict=True,
+    )
+    for i, (row, bias, penalized, allowed, forbidden) in enumerate(each):
+        own = logits[row]
+        for token, value in zip(constraints.bias.ids[bias], constraints.bias_values[bias], strict=True):
+            own[token] += float(value)
+        repetition, frequency, presence = (
+            torch.tensor(column[i], dtype=torch.float32)
+            for column in (constraints.repetition, constraints.frequency, constraints.presence)
+        )
+        counts = constraints.output_counts[penalized]
+        for token, count in zip(constraints.penalized.ids[penalized], counts, strict=True):
+            own[token] = own[token] / repetition if own[token] > 0 else own[token] * repetition
+            if count:
+                own[token] -= frequency * int(count) + presence
+        if allowed is not None:
+            for token in range(len(own)):
+                if token >= len(allowed) or not allowed[token]:
+                    own[token] = -torch.inf
+        for token in constraints.forbidden.ids[forbidden]:
+            own[token] = -torch.inf
+
+
+@dataclass(frozen=True, slots=True)
+class TimestampRow:
+    """One row of the logits.   first: id of the first timestamp; what is below is text.   forbidden: ids (from, to)."""
+
+    row: int
+    first: int
+    forbidden: Sequence[tuple[int, int]]
+
+
+def constrain_timestamps(logits: torch.Tensor, rows: Sequence[TimestampRow]) -> None:
+    """Change logits float32 [n, V] in place: forbidden ids become -inf, and so does all text where the timestamps
+    together are more likely than the most likely token of text.
+
+    Row by row, in shapes that do not depend on the others: a row gives the same bits in any batch.
+    """
+    for one in rows:
+        own = logits[one.row]
+        for begin, end in one.forbidden:
+            own[begin:end] = -torch.inf
+        text, timestamps = own[: one.first], own[one.first :]
+        text.masked_fill_(timestamps.double().logsumexp(0) > text.max(), -torch.inf)
 
 
 def mask_logits(logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.transfer import to_device
 from pagoda.kernels.triton_support import jit
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
+from pagoda.kernels.sampling.batch import BatchConstraints, TokenLists
 from pagoda.kernels.sampling.triton_sampling import mask_rows
 from pagoda.kernels.transfer import BulkArrays
 from pagoda.kernels.triton_support import jit, jit_for_any

@@ -1,10 +1,11 @@
-"""BatchConstraints: what to change in the logits of some rows of a batch, as flat arrays."""
+"""What a batch of logits is sampled with: the constraints of some rows, and how one token is drawn from each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from pagoda.kernels.native.checks import check_below
 
@@ -71,3 +72,37 @@ class BatchConstraints:
             check_below(f"constrain: {name}", getattr(self, name).ids, vocab_size)
         last_ids = np.array([0 if mask is None else max(0, len(mask) - 1) for mask in self.allowed])
         check_below("constrain: allowed", last_ids, vocab_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawParams:
+    """The parameters of S draws, as columns [S].
+
+    temperature: float32, 0 is greedy.   top_k: int32, 0 is off.   top_p: float32 in (0, 1], 1 is off.
+    min_p: float32 in [0, 1], 0 is off.   uniform: float64 in [0, 1), unused by greedy rows.
+    on_device: the columns in this order on the device of the logits, if they are there already.
+    """
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    uniform: np.ndarray
+    on_device: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def columns(self) -> list[np.ndarray]:
+        """Return the columns, each contiguous and of its own type."""
+        return [
+            np.ascontiguousarray(self.temperature, np.float32),
+            np.ascontiguousarray(self.top_k, np.int32),
+            np.ascontiguousarray(self.top_p, np.float32),
+            np.ascontiguousarray(self.min_p, np.float32),
+            np.ascontiguousarray(self.uniform, np.float64),
+        ]
+
+    def __getitem__(self, rows: np.ndarray | slice) -> "DrawParams":
+        """Return the draws of some rows."""
+        return DrawParams(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows]
+        )

@@ -1,4 +1,4 @@
-// Logit constraints of a batch; their definition is constraints/reference.py. One row is one thread's work.
+// Logit constraints of a batch; their definition is sampling/reference.py. One row is one thread's work.
 #include <cstring>
 #include <limits>
 
@@ -35,9 +35,5 @@ void constrain_row(float* logits, int64_t vocab, const LogitConstraints& c, int6
 PAGODA_EXPORT void pagoda_constrain(float* logits, int64_t stride, int64_t rows, int64_t vocab,
                                     const LogitConstraints* c, int32_t threads) {
     (void)rows;
-    std::atomic<int64_t> next{0};
-    parallel(c->count > 1 ? threads : 1, [&](int, int) {
-        for (int64_t row; (row = next.fetch_add(1)) < c->count;)
-            constrain_row(logits + c->rows[row] * stride, vocab, *c, row);
-    });
+    for_claims(c->count, threads, [&](int64_t row) { constrain_row(logits + c->rows[row] * stride, vocab, *c, row); });
 }

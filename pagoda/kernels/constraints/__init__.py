@@ -1,1 +1,0 @@
-"""Logit bias, penalties, allowed and forbidden tokens of a whole batch, applied to its logits in place."""
