@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TypeAlias, TypeVar
 
+from pagoda.ops.tensor import LinearWeight, LowRankTable, RankGroup
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
@@ -215,7 +217,10 @@ class Op:
 
 
 def op(folder: str, check: Check | None = None, /, **declared: Argument | Out) -> Callable[[FunctionT], FunctionT]:
-    """Declare the decorated method an op: its arguments, named as its parameters are, then its outputs."""
+    """Declare the decorated method an op: its arguments, named as its parameters are, then its outputs.
+
+    An argument whose type says enough is left out: see `_BY_TYPE`.
+    """
 
     def declare(function: FunctionT) -> FunctionT:
         arguments = {name: what for name, what in declared.items() if not isinstance(what, Out)}
@@ -232,10 +237,22 @@ def view(
     return lambda function: _attach(function, folder, arguments, {}, slices=slices)
 
 
+_BY_TYPE: Mapping[object, Argument] = {
+    float: Scalar.F32,
+    int: Scalar.I32,
+    Activation: Scalar.I32,
+    bool: Scalar.FLAG,
+    LinearWeight: Packed("x"),
+    LowRankTable: LowRank(),
+    RankGroup: Ranks(),
+}
+"""What arguments of these types are, unless it is declared."""
+
+
 def _attach(
     function: FunctionT,
     folder: str,
-    arguments: dict[str, Argument],
+    declared: dict[str, Argument],
     outputs: dict[str, Out],
     check: Check | None = None,
     slices: Callable[..., Sequence[Slice]] | None = None,
@@ -243,9 +260,11 @@ def _attach(
     name = function.__name__
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())[1:]
-    given = [parameter.name for parameter in parameters]
-    if given != list(arguments):
-        raise TypeError(f"op {name}: it declares the arguments {list(arguments)}, its signature has {given}")
+    by_type = {of.name: _BY_TYPE[of.annotation] for of in parameters if of.annotation in _BY_TYPE}
+    arguments = {of.name: what for of in parameters if (what := (by_type | declared).get(of.name)) is not None}
+    given = [of.name for of in parameters]
+    if given != list(arguments) or not declared.keys() <= arguments.keys():
+        raise TypeError(f"op {name}: it declares the arguments {[*by_type, *declared]}, its signature has {given}")
     for argument in arguments.values():
         _check_names(name, argument, arguments)
     for out in outputs.values():

@@ -18,12 +18,8 @@ from pagoda.ops.declare import (
     DType,
     Experts,
     Group,
-    LowRank,
     Out,
-    Packed,
-    Ranks,
     Rows,
-    Scalar,
     Slots,
     Table,
     declared_ops,
@@ -67,17 +63,17 @@ F32, I32, I64 = DType.F32, DType.I32, DType.I64
 class ForwardOps(Protocol):
     """What a forward receives. Each method's reference is `kernels/<op>/reference.py`."""
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1]))
+    @op("linear", x=Rows(), out=Out("x", lambda s: s["weight"][:1]))
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """[T, in] -> [T, out] = x @ weight.T + bias, in x's dtype."""
         ...
 
-    @op("linear", check_by_head, x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1]))
+    @op("linear", check_by_head, x=Rows(), out=Out("x", lambda s: s["weight"][:1]))
     def linear_by_head(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """[T, H, in] -> [T, H * out]: head h times rows h * out .. of weight [H * out, in]; in x's dtype."""
         ...
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1], F32))
+    @op("linear", x=Rows(), out=Out("x", lambda s: s["weight"][:1], F32))
     def logits(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """[S, in] -> float32 [S, vocab]."""
         ...
@@ -86,7 +82,6 @@ class ForwardOps(Protocol):
         "embedding",
         token_ids=Rows(I32, below="table"),
         table=Table(packed=True),
-        scale=Scalar.F32,
         out=Out("token_ids", lambda s: s["table"][1:], "table"),
     )
     def embedding(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -97,15 +92,13 @@ class ForwardOps(Protocol):
         "embedding",
         token_ids=Rows(I32),
         table=Table(packed=True),
-        first=Scalar.I32,
-        scale=Scalar.F32,
         out=Out("token_ids", lambda s: s["table"][1:], "table"),
     )
     def partial_embedding(self, token_ids: Tensor, table: Tensor, first: int, scale: float = 1.0) -> Tensor:
         """`embedding` with the rows of the ids from `first` on; an id whose row is not in the table gives zeros."""
         ...
 
-    @op("norm", check_norm, x=Rows(), weight=Table("x"), eps=Scalar.F32, unit_offset=Scalar.FLAG, out=like("x"))
+    @op("norm", check_norm, x=Rows(), weight=Table("x"), out=like("x"))
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
         """x [..., D] / rms(x) * weight [D], over the last dimension; unit_offset: * (1 + weight).
 
@@ -119,8 +112,6 @@ class ForwardOps(Protocol):
         x=Rows(contiguous=True),
         residual=Rows("x", like="x", contiguous=True),
         weight=Table("x"),
-        eps=Scalar.F32,
-        unit_offset=Scalar.FLAG,
         out=like("x"),
         total=like("x"),
     )
@@ -136,8 +127,6 @@ class ForwardOps(Protocol):
         x=Rows(),
         gate=Rows("x"),
         weight=Table("x"),
-        eps=Scalar.F32,
-        gate_first=Scalar.FLAG,
         out=Out("x", lambda s: (prod(s["x"][1:]),)),
     )
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
@@ -148,15 +137,7 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @op(
-        "norm",
-        check_layer_norm,
-        x=Rows(contiguous=True),
-        weight=Table("x"),
-        bias=Table("x"),
-        eps=Scalar.F32,
-        out=like("x"),
-    )
+    @op("norm", check_layer_norm, x=Rows(contiguous=True), weight=Table("x"), bias=Table("x"), out=like("x"))
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x [T, D] - mean) / sqrt(variance + eps) * weight [D] + bias [D], over the last dimension."""
         ...
@@ -168,7 +149,6 @@ class ForwardOps(Protocol):
         residual=Rows("x", like="x", contiguous=True),
         weight=Table("x"),
         bias=Table("x"),
-        eps=Scalar.F32,
         out=like("x"),
         total=like("x"),
     )
@@ -183,7 +163,7 @@ class ForwardOps(Protocol):
         """x + residual."""
         ...
 
-    @op("rows", x=Rows(), factor=Scalar.F32, out=like("x"))
+    @op("rows", x=Rows(), out=like("x"))
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x * factor."""
         ...
@@ -261,11 +241,7 @@ class ForwardOps(Protocol):
         q=Rows(),
         cache=Cache(writes=False),
         metadata=Group(Slots.QUERIES, "cache"),
-        scale=Scalar.F32,
-        window=Scalar.I32,
-        softcap=Scalar.F32,
         bias=Table(F32, optional=True),
-        first=Scalar.I32,
         sinks=Table("q", optional=True),
         out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
     )
@@ -299,7 +275,6 @@ class ForwardOps(Protocol):
         q_rotated=Rows("q"),
         cache=Cache(writes=False),
         metadata=Group(Slots.QUERIES, "cache"),
-        scale=Scalar.F32,
         out=like("q"),
     )
     def latent_attention(
@@ -318,11 +293,7 @@ class ForwardOps(Protocol):
         k=Rows("q"),
         v=Rows("k", like="k"),
         metadata=Group(Slots.QUERIES),
-        scale=Scalar.F32,
-        window=Scalar.I32,
-        softcap=Scalar.F32,
         bias=Table(F32, optional=True),
-        first=Scalar.I32,
         out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
     )
     def bidirectional_attention(
@@ -352,7 +323,6 @@ class ForwardOps(Protocol):
         bias=Table("x", optional=True),
         states=Cache(writes=True, states=True),
         metadata=Group(Slots.QUERIES, "states"),
-        silu=Scalar.FLAG,
         out=Out("x", lambda s: s["weight"][1:]),
     )
     def short_conv(
@@ -385,8 +355,6 @@ class ForwardOps(Protocol):
         d=Table(F32),
         states=Cache(writes=True, states=True),
         metadata=Group(Slots.QUERIES, "states"),
-        dt_min=Scalar.F32,
-        dt_max=Scalar.F32,
         out=Out("x", state_outputs),
     )
     def mamba2(
@@ -443,7 +411,7 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @op("activation", x=Rows(), kind=Scalar.I32, out=like("x"))
+    @op("activation", x=Rows(), out=like("x"))
     def activate(self, x: Tensor, kind: Activation) -> Tensor:
         """kind(x), element by element."""
         ...
@@ -452,22 +420,13 @@ class ForwardOps(Protocol):
         "activation",
         check_gate_up,
         gate_up=Rows(contiguous=True),
-        kind=Scalar.I32,
         out=Out("gate_up", lambda s: (s["gate_up"][1] // 2,)),
     )
     def gate(self, gate_up: Tensor, kind: Activation) -> Tensor:
         """[T, 2 I] (gate then up) -> kind(gate) * up, [T, I]."""
         ...
 
-    @op(
-        "activation",
-        x=Rows(contiguous=True),
-        above=Scalar.F32,
-        below=Scalar.F32,
-        linear=Scalar.F32,
-        limit=Scalar.F32,
-        out=like("x"),
-    )
+    @op("activation", x=Rows(contiguous=True), out=like("x"))
     def xielu(self, x: Tensor, above: float, below: float, linear: float, limit: float) -> Tensor:
         """above x^2 + linear x for x above 0, below (exp(min(x, limit)) - 1 - x) + linear x elsewhere."""
         ...
@@ -479,11 +438,6 @@ class ForwardOps(Protocol):
         router_logits=Rows(),
         gate_up=Experts(of="x"),
         down=Experts(of="x", directly=False),
-        top_k=Scalar.I32,
-        renormalize=Scalar.FLAG,
-        alpha=Scalar.F32,
-        limit=Scalar.F32,
-        activation=Scalar.I32,
         factors=Table(F32, optional=True),
         out=like("x"),
     )
@@ -522,14 +476,6 @@ class ForwardOps(Protocol):
         bias=Table(F32),
         gate_up=Experts(of="x"),
         down=Experts(of="x", directly=False),
-        top_k=Scalar.I32,
-        renormalize=Scalar.FLAG,
-        sigmoid=Scalar.FLAG,
-        groups=Scalar.I32,
-        top_groups=Scalar.I32,
-        best=Scalar.I32,
-        factor=Scalar.F32,
-        activation=Scalar.I32,
         out=like("x"),
     )
     def grouped_moe(
@@ -556,12 +502,12 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @view("rows", qkv_slices, qkv=Rows(), num_heads=Scalar.I32, num_kv_heads=Scalar.I32, head_dim=Scalar.I32)
+    @view("rows", qkv_slices, qkv=Rows())
     def split_qkv(self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 K) D] -> q [T, H, D], k [T, K, D], v [T, K, D]; views where possible."""
         ...
 
-    @view("rows", head_slices, x=Rows(), offset=Scalar.I32, num_heads=Scalar.I32, head_dim=Scalar.I32)
+    @view("rows", head_slices, x=Rows())
     def select_heads(self, x: Tensor, offset: int, num_heads: int, head_dim: int) -> Tensor:
         """Heads [T, num_heads, head_dim] from element `offset` of each row of x on, a view where possible."""
         ...
@@ -598,14 +544,7 @@ class ForwardOps(Protocol):
         """x[index[i]] = rows[i], in place: x [T, hidden], rows [S, hidden], index int64 [S] without repeats."""
         ...
 
-    @op(
-        "low_rank",
-        check_low_rank,
-        y=Rows(writes=True),
-        x=Rows(),
-        adapters=Rows(I32, below="table"),
-        table=LowRank(),
-    )
+    @op("low_rank", check_low_rank, y=Rows(writes=True), x=Rows(), adapters=Rows(I32, below="table"))
     def add_low_rank(self, y: Tensor, x: Tensor, adapters: Tensor, table: LowRankTable) -> None:
         """Add to each row of y [T, out] the product of its x [T, in] with the low-rank weights of its adapter.
 
@@ -615,14 +554,7 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @op(
-        "low_rank",
-        check_low_rank,
-        y=Rows(writes=True),
-        token_ids=Rows(I32),
-        adapters=Rows(I32, below="table"),
-        table=LowRank(),
-    )
+    @op("low_rank", check_low_rank, y=Rows(writes=True), token_ids=Rows(I32), adapters=Rows(I32, below="table"))
     def add_low_rank_embedding(self, y: Tensor, token_ids: Tensor, adapters: Tensor, table: LowRankTable) -> None:
         """`add_low_rank` where x is one-hot: `a @ x` is the column of `a` that a token id names.
 
@@ -630,40 +562,27 @@ class ForwardOps(Protocol):
         """
         ...
 
-    @op("activation", x=Rows(contiguous=True), cap=Scalar.F32, out=like("x"))
+    @op("activation", x=Rows(contiguous=True), out=like("x"))
     def softcap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap)."""
         ...
 
-    @op("collectives", x=Rows(contiguous=True), ranks=Ranks(), out=like("x"))
+    @op("collectives", x=Rows(contiguous=True), out=like("x"))
     def all_reduce(self, x: Tensor, ranks: RankGroup) -> Tensor:
         """Sum the ranks' x [T, ...] in float32, in the order of the ranks; rounded once to x's dtype."""
         ...
 
-    @op(
-        "collectives",
-        check_all_gather,
-        x=Rows(contiguous=True),
-        width=Scalar.I32,
-        ranks=Ranks(),
-        out=Out("x", lambda s: s["width"]),
-    )
+    @op("collectives", check_all_gather, x=Rows(contiguous=True), out=Out("x", lambda s: s["width"]))
     def all_gather(self, x: Tensor, width: int, ranks: RankGroup) -> Tensor:
         """Concatenate the ranks' x [T, columns of this rank] in the order of the ranks -> [T, width]."""
         ...
 
-    @op("collectives", x=Rows(contiguous=True), ranks=Ranks())
+    @op("collectives", x=Rows(contiguous=True))
     def send_rows(self, x: Tensor, ranks: RankGroup) -> None:
         """Send x [T, ...] to this rank in the next stage."""
         ...
 
-    @op(
-        "collectives",
-        token_ids=Rows(I32),
-        like=Table(),
-        ranks=Ranks(),
-        out=Out("token_ids", lambda s: s["like"], "like"),
-    )
+    @op("collectives", token_ids=Rows(I32), like=Table(), out=Out("token_ids", lambda s: s["like"], "like"))
     def receive_rows(self, token_ids: Tensor, like: Tensor, ranks: RankGroup) -> Tensor:
         """Return what this rank in the stage before sent: a row per token, with the shape and dtype of `like`."""
         ...
@@ -672,12 +591,12 @@ class ForwardOps(Protocol):
 class FusedOps(Protocol):
     """Ops that a recorded forward has in place of two others, with their bits. Models do not call them."""
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), kind=Scalar.I32, out=Out("x", lambda s: s["weight"][:1]))
+    @op("linear", x=Rows(), out=Out("x", lambda s: s["weight"][:1]))
     def linear_activate(self, x: Tensor, weight: LinearWeight, kind: Activation) -> Tensor:
         """activate(linear(x, weight), kind)."""
         ...
 
-    @op("linear", x=Rows(), weight=Packed(of="x"), kind=Scalar.I32, out=Out("x", lambda s: (s["weight"][0] // 2,)))
+    @op("linear", x=Rows(), out=Out("x", lambda s: (s["weight"][0] // 2,)))
     def linear_gate(self, x: Tensor, weight: LinearWeight, kind: Activation) -> Tensor:
         """gate(linear(x, weight), kind); the weight's halves are a whole number of panels each."""
         ...
