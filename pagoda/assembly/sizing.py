@@ -55,7 +55,7 @@ def prepared_as(setup: EngineSetup) -> PreparedAs:
         quantization=setup.config.model.quantization,
         packed=setup.is_packed,
         num_positions=setup.num_positions,
-        tiled=setup.kernels == "triton",
+        for_triton=setup.kernels == "triton",
     )
 
 

@@ -50,7 +50,7 @@ class PrepareOps(Protocol):
 
         The native kernels multiply codes with an input that they quantise by the same groups, Triton's turn them into
         floats tile by tile, and the others into a matrix of `dtype`, the compute dtype; Triton's do so with codes that
-        they have no kernel for (forms.NOT_TILED, and those in an order of their own). The input of 8-bit floats is
+        they have no kernel for (forms.NOT_FOR_TRITON, and those in an order of their own). The input of 8-bit floats is
         quantised by the reference, and by Triton's kernels where the GPU multiplies such. Raises ConfigError for codes
         that the kernels cannot multiply.
         """

@@ -17,7 +17,7 @@ from pagoda.kernels.kv_cache.triton_blocks import TritonDeviceBlocks
 from pagoda.kernels.linear import triton_forms
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
-from pagoda.kernels.linear.triton_forms import TiledLinear
+from pagoda.kernels.linear.triton_forms import TritonWeight
 from pagoda.kernels.linear.triton_linear import TritonLinear
 from pagoda.kernels.low_rank.triton_low_rank import StackedLowRank
 from pagoda.kernels.moe.triton_moe import TritonMoE
@@ -100,5 +100,5 @@ class TritonOps(TorchOps):
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return triton_sampling.best_tokens(logits)
 
-    def prepare_experts(self, experts: Sequence[LinearWeight]) -> TiledLinear:
+    def prepare_experts(self, experts: Sequence[LinearWeight]) -> TritonWeight:
         return triton_forms.stack(experts)

@@ -8,7 +8,15 @@ from typing import Any
 
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES, NOT_TILED, ONLINE_FORMS, Q8, WeightFormat, packed_bias_bytes
+from pagoda.kernels.linear.forms import (
+    FLOATS,
+    GGUF_TYPES,
+    NOT_FOR_TRITON,
+    ONLINE_FORMS,
+    Q8,
+    WeightFormat,
+    packed_bias_bytes,
+)
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import BiasTable, Matrix, Parameter, RotaryTable, Table, Taps, Vector, whole_of
@@ -29,7 +37,7 @@ class PreparedAs:
     """How weights are held.
 
     dtype: the compute dtype, "float32", "bfloat16" or "float16".   quantization: the setting.
-    packed: in the native kernels' panels.   tiled: for Triton's kernels, quantised weights as codes. Else as dense
+    packed: in the native kernels' panels.   for_triton: for Triton's kernels, quantised weights as codes. Else as dense
     matrices of the compute dtype.   num_positions: of the rotary tables.
     """
 
@@ -37,7 +45,7 @@ class PreparedAs:
     quantization: str | None
     packed: bool
     num_positions: int
-    tiled: bool = False
+    for_triton: bool = False
 
 
 def weight_memory(files: ModelFiles, prepared: PreparedAs, places: Sequence[RankPlace] = (WHOLE,)) -> int:
@@ -106,7 +114,7 @@ def _shares_table(held: Sequence[WeightFormat], made: bool, prepared: PreparedAs
     if prepared.packed:
         return not made
     holds_floats = [*held] == [WeightFormat(FLOATS[prepared.dtype])]
-    return holds_floats and (prepared.tiled or prepared.dtype != "bfloat16")  # which torch packs
+    return holds_floats and (prepared.for_triton or prepared.dtype != "bfloat16")  # which torch packs
 
 
 _HeldAs = Callable[[str, Matrix | Table], Sequence[WeightFormat]]
@@ -162,10 +170,10 @@ def _bytes(
                 bias = sum(packed_bias_bytes(run) for _, run in parts) if has_bias else 0
                 return count * (sum(of_run.packed_bytes(run, columns) for of_run, run in parts) + bias)
             as_one = held[0] if len(held) == 1 else WeightFormat(Q8, 32)
-            if not prepared.tiled or ordered is not None or as_one.form in NOT_TILED:
+            if not prepared.for_triton or ordered is not None or as_one.form in NOT_FOR_TRITON:
                 as_one = WeightFormat(FLOATS[prepared.dtype])
             bias = rows * element if has_bias else 0
-            return count * (as_one.tiled_bytes(rows, columns) + bias)
+            return count * (as_one.triton_bytes(rows, columns) + bias)
 
 
 def _runs(held: Sequence[WeightFormat], rows: Sequence[int]) -> list[tuple[WeightFormat, int]]:

@@ -17,7 +17,7 @@ from pagoda.kernels.linear.forms import GGUF_TYPES
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.packed import PackedExperts, PackedTable, PackedWeight
 from pagoda.kernels.linear.reference import PlainLinear
-from pagoda.kernels.linear.triton_forms import TiledLinear
+from pagoda.kernels.linear.triton_forms import TritonWeight
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
@@ -64,7 +64,7 @@ def tensors_of(value: Any) -> Iterator[Any]:
             yield from (value.panels, *(() if value.bias is None else (value.bias,)))
             if value.next is not None:
                 yield from tensors_of(value.next)
-        case TiledLinear():
+        case TritonWeight():
             fields = (value.codes, value.scales, value.minima, value.bias)
             yield from (tensor for tensor in fields if tensor is not None)
         case LibraryLinear() | PlainLinear():
@@ -204,7 +204,7 @@ def test_quantised_checkpoints(
         tmp_path / "values",
     )
     files = identify(tmp_path / "packed")
-    prepared = PreparedAs("float32", None, kernels == "native", num_positions=50, tiled=kernels == "triton")
+    prepared = PreparedAs("float32", None, kernels == "native", num_positions=50, for_triton=kernels == "triton")
     assert weight_memory(files, prepared) == held(loaded(files, kernels, prepared))
 
 
@@ -232,7 +232,7 @@ def test_tiled(name: str, kind: Kind | None, tmp_path: Path, without_triton: Cal
         write_gguf(make_model(name), tmp_path / "model.gguf", kind)
         files = identify(tmp_path / "model.gguf")
     for quantization in ("int8", "fp8", None) if kind is None else ("gguf",):
-        prepared = PreparedAs("bfloat16", quantization, packed=False, num_positions=50, tiled=True)
+        prepared = PreparedAs("bfloat16", quantization, packed=False, num_positions=50, for_triton=True)
         assert weight_memory(files, prepared) == held(loaded(files, "triton", prepared))
 
 

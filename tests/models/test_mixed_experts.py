@@ -75,7 +75,7 @@ def test_one_expert_of_floats(
     else:
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
     is_tiled = kernels != "native" and type(ops) is not TorchOps  # "torch" is of a CPU; a GPU has its own
-    prepared = PreparedAs("float32", None, kernels == "native", num_positions=64, tiled=is_tiled)
+    prepared = PreparedAs("float32", None, kernels == "native", num_positions=64, for_triton=is_tiled)
     assert weight_memory(identify(packed), prepared) == held(model)
 
 

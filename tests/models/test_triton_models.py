@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
-from pagoda.kernels.linear.triton_forms import TiledLinear
+from pagoda.kernels.linear.triton_forms import TritonWeight
 from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.layers.module import parameters
@@ -129,7 +129,7 @@ class SameCodes(TorchOps):
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> LinearWeight:
-        held = weight if isinstance(weight, Fp8Weight) else codes_of(weight).tiled()
+        held = weight if isinstance(weight, Fp8Weight) else codes_of(weight).for_triton()
         return super().prepare_quantized_linear(held, dtype, bias)
 
 
@@ -139,7 +139,7 @@ def logits(path: Path, ops: Any, case: Case, device: torch.device) -> tuple[torc
         model = load_model(identify(path), ops, case.dtype, device, case.quantization)
         runner = PagedRunner(ForwardRunner(model, ops), 1, 16, case.pages, block_size=8, device=device)
         found = torch.cat([runner.logits([(0, first, PROMPT[first:end])]) for first, end in STEPS])
-    held = {each.value.form for _, each in parameters(model) if isinstance(each.value, TiledLinear)}
+    held = {each.value.form for _, each in parameters(model) if isinstance(each.value, TritonWeight)}
     return found, held
 
 

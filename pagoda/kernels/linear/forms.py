@@ -64,12 +64,12 @@ class WeightForm:
         return max(map(abs, self.levels)) if self.levels else 1 << (self.bits - 1)
 
     @property
-    def tiled(self) -> "WeightForm":
+    def for_triton(self) -> "WeightForm":
         """Return the form in which Triton's kernels hold the values: 8 bits in place of levels and of 5, 4 of 2.
 
         Integer scales become float16.
         """
-        return _TILED.get(self, self)
+        return _FOR_TRITON.get(self, self)
 
     @property
     def groups_per_record(self) -> int:
@@ -111,7 +111,7 @@ MXFP4 = WeightForm("MXFP4", 4, Offset.MIDDLE, (32,), (*_E2M1_LEVELS, *(-level fo
 FP8 = WeightForm("FP8", 8)
 """8-bit floats (e4m3) with a float32 scale per output feature."""
 
-_TILED = {
+_FOR_TRITON = {
     Q5: Q8,
     Q5_MIN: Q8_MIN,
     Q2_MIN: Q4_MIN,
@@ -125,7 +125,7 @@ _FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 _EIGHTS = (Q8, Q8_MIN, Q8_ZERO, FP8)
 FORMS = (*_FLOATS, *_EIGHTS, Q6, Q6_K, Q5, Q5_MIN, Q5_K, Q4, Q4_MIN, Q4_ZERO, Q4_K, Q2_MIN, IQ4, MXFP4)
 NATIVE_FORMS = tuple(form for form in FORMS if form.native_groups)
-NOT_TILED = (Q8_ZERO,)
+NOT_FOR_TRITON = (Q8_ZERO,)
 """Codes that Triton's kernels do not multiply: such weights are held as floats of the compute dtype in their place."""
 FLOATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 """By the name of the compute dtype."""
@@ -165,9 +165,9 @@ class WeightFormat:
         group = held.group or held.form.native_groups[0]
         return -(-out_features // PANEL) * PANEL * -(-in_features // group) * held.form.record_bytes(group)
 
-    def tiled_bytes(self, out_features: int, in_features: int) -> int:
+    def triton_bytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of a weight for Triton's kernels: its floats, or codes, scales and what is per group."""
-        form, group = self.form.tiled, self.form.sub_group or self.group
+        form, group = self.form.for_triton, self.form.sub_group or self.group
         if form in FLOATS.values():
             return out_features * in_features * form.bits // 8
         if not group:

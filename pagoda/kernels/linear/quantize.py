@@ -77,9 +77,9 @@ class QuantizedWeight:
         assert scales is not None
         return replace(self, codes=self.codes[:, : groups * group], scales=scales, offsets=offsets, group=group)
 
-    def tiled(self) -> "QuantizedWeight":
-        """Return the same values in the form that Triton's kernels hold (see WeightForm.tiled)."""
-        form = self.form.tiled
+    def for_triton(self) -> "QuantizedWeight":
+        """Return the same values in the form that Triton's kernels hold (see WeightForm.for_triton)."""
+        form = self.form.for_triton
         if form is self.form:
             return self
         if self.units is not None:
@@ -103,7 +103,7 @@ class QuantizedWeight:
     def dequantize(self) -> torch.Tensor:
         """float32 [out, in]."""
         if self.form.levels:
-            return self.tiled().dequantize()
+            return self.for_triton().dequantize()
         of_groups, offsets_of_groups = self.factors()
         codes, scales = self.codes.float().unflatten(1, (of_groups.shape[1], -1)), of_groups.unsqueeze(-1)
         offsets = self.form.middle if offsets_of_groups is None else offsets_of_groups.unsqueeze(-1)
@@ -269,7 +269,7 @@ def values_of(weight: CodedWeight) -> torch.Tensor:
 def stack_codes(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
     if not all(_is_alike(parts[0], part) for part in parts):
-        parts = [part.tiled() for part in parts]
+        parts = [part.for_triton() for part in parts]
         fits = [part.held_as == WeightFormat(Q8, 32) and part.input_order is None for part in parts]
         parts = [part if fit else quantize(part.dequantize(), 32) for part, fit in zip(parts, fits, strict=True)]
     of_all = {name: [of for part in parts if (of := getattr(part, name)) is not None] for name in _BY_ROW}

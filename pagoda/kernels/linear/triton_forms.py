@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import NOT_TILED
+from pagoda.kernels.linear.forms import NOT_FOR_TRITON
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, QuantizedWeight, codes_of
 from pagoda.ops.tensor import LinearWeight
@@ -39,7 +39,7 @@ def step_size(form: str, group: int, dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TiledLinear:
+class TritonWeight:
     """A weight [out_features, in_features] that `triton_product` reads; of experts, with one more dimension in front.
 
     form: "plain", or how `codes` are packed.   codes: floats [out, in], or uint8 [out, bytes].
@@ -66,21 +66,21 @@ class TiledLinear:
         return -(-stored // step)
 
 
-def plain(weight: LibraryLinear) -> TiledLinear:
+def plain(weight: LibraryLinear) -> TritonWeight:
     """The same memory, as a kernel reads it. weight: not packed."""
-    return TiledLinear("plain", weight.weight, None, None, weight.bias, weight.out_features, weight.in_features)
+    return TritonWeight("plain", weight.weight, None, None, weight.bias, weight.out_features, weight.in_features)
 
 
 def has_kernel(weight: QuantizedWeight) -> bool:
-    return weight.input_order is None and weight.form not in NOT_TILED
+    return weight.input_order is None and weight.form not in NOT_FOR_TRITON
 
 
-def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
+def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TritonWeight:
     """Pack codes that have a kernel; scales and minima are rounded to float16, zero points kept."""
     if isinstance(weight, Fp8Weight):
         codes = weight.codes.contiguous().view(torch.uint8)
-        return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
-    weight = codes_of(weight).tiled()
+        return TritonWeight("fp8", codes, weight.scales, None, bias, *codes.shape)
+    weight = codes_of(weight).for_triton()
     form, in_bytes = f"int{weight.form.bits}", weight.form.groups_per_record
     per_record = max(in_bytes, 64 // weight.group)
     if weight.group not in (16, 32, 64, 128):
@@ -104,19 +104,19 @@ def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
         shifts = torch.arange(0, 8, weight.form.bits, dtype=torch.uint8, device=codes.device).view(1, 1, -1, 1)
         groups = (groups << shifts).sum(dim=2, dtype=torch.uint8)
     packed = groups.flatten(1).contiguous()
-    return TiledLinear(form, packed, scales, minima, bias, codes.shape[0], weight.in_features, weight.group)
+    return TritonWeight(form, packed, scales, minima, bias, codes.shape[0], weight.in_features, weight.group)
 
 
-def stack(experts: Sequence[LinearWeight]) -> TiledLinear:
+def stack(experts: Sequence[LinearWeight]) -> TritonWeight:
     """Copy the experts' weights into one tensor per kind.
 
     Raises ConfigError for one with a bias, and ValueError for one that is packed, and for experts of different forms.
     """
-    parts: list[TiledLinear] = []
+    parts: list[TritonWeight] = []
     for expert in experts:
         if isinstance(expert, LibraryLinear) and not expert.packed:
             expert = plain(expert)
-        if not isinstance(expert, TiledLinear):
+        if not isinstance(expert, TritonWeight):
             raise ValueError("the experts of a layer must be weights for Triton's kernels")
         if expert.bias is not None:
             raise ConfigError("experts with biases (GPT-OSS) have no Triton kernel; take kernels='torch'")

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from pagoda.kernels.linear import library
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.triton_forms import TiledLinear, plain, step_size
+from pagoda.kernels.linear.triton_forms import TritonWeight, plain, step_size
 from pagoda.kernels.linear.triton_product import product, scaled
 from pagoda.kernels.linear.triton_vector import multiply_coded_vector, multiply_vector, takes_codes
 from pagoda.kernels.triton_support import jit, jit_for_any, to_e4m3
@@ -98,7 +98,7 @@ class TritonLinear:
         self._batch_invariant = batch_invariant
         self._multiplies_fp8 = multiplies_fp8
 
-    def linear(self, x: torch.Tensor, weight: LibraryLinear | TiledLinear) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: LibraryLinear | TritonWeight) -> torch.Tensor:
         """See reference.linear. weight: not packed."""
         if isinstance(weight, LibraryLinear):
             if self._batch_invariant:
@@ -106,7 +106,7 @@ class TritonLinear:
             return multiply_vector(x, weight, x.dtype) if x.shape[0] == 1 else library.linear(x, weight)
         return self._run(x, weight, x.dtype)
 
-    def logits(self, x: torch.Tensor, weight: LibraryLinear | TiledLinear) -> torch.Tensor:
+    def logits(self, x: torch.Tensor, weight: LibraryLinear | TritonWeight) -> torch.Tensor:
         """See reference.logits. weight: not packed."""
         if isinstance(weight, LibraryLinear):
             if self._batch_invariant:
@@ -114,7 +114,7 @@ class TritonLinear:
             return multiply_vector(x, weight, torch.float32) if x.shape[0] == 1 else library.logits(x, weight)
         return self._run(x, weight, torch.float32)
 
-    def _run(self, x: torch.Tensor, weight: TiledLinear, dtype: torch.dtype) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, weight: TritonWeight, dtype: torch.dtype) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
         if not self._batch_invariant and takes_codes(x, weight):
             return multiply_coded_vector(x, weight, dtype)
@@ -145,7 +145,7 @@ class TritonLinear:
             )
         return out
 
-    def _tile(self, rows: int, weight: TiledLinear, dtype: torch.dtype) -> _Tile:
+    def _tile(self, rows: int, weight: TritonWeight, dtype: torch.dtype) -> _Tile:
         """Return the tiles of a product: with batch_invariant, they follow from the weight alone."""
         if weight.form == "plain":
             # From 64 rows on, and only then, a Hopper GPU has its fast products: one size for all batches. Narrow
@@ -168,7 +168,7 @@ def _stages(tile: _Tile, block_k: int, x: torch.Tensor) -> int:
     return 3 if tile.rows * block_k * x.element_size() <= 16 * 1024 else 2
 
 
-def rows_for(x: torch.Tensor, weight: TiledLinear, multiplies_fp8: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+def rows_for(x: torch.Tensor, weight: TritonWeight, multiplies_fp8: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Return (x as `product` takes it, the scales of its rows if it has any, the form of the product)."""
     if weight.form == "fp8" and multiplies_fp8:
         return *quantize_rows(x), "fp8 fp8"

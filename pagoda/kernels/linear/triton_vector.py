@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.triton_forms import TiledLinear
+from pagoda.kernels.linear.triton_forms import TritonWeight
 from pagoda.kernels.triton_support import jit
 
 _BLOCK = 1024  # elements of a row of the weight that are read at once
@@ -154,7 +154,7 @@ def _multiply_coded_vector(
     tl.store(out + row[:, None] * out_features + column[None, :], result.to(out.dtype.element_ty))
 
 
-def takes_codes(x: torch.Tensor, weight: TiledLinear) -> bool:
+def takes_codes(x: torch.Tensor, weight: TritonWeight) -> bool:
     """Return whether `multiply_coded_vector` multiplies them."""
     return (
         x.shape[0] <= _MOST_ROWS
@@ -165,7 +165,7 @@ def takes_codes(x: torch.Tensor, weight: TiledLinear) -> bool:
     )
 
 
-def multiply_coded_vector(x: torch.Tensor, weight: TiledLinear, dtype: torch.dtype) -> torch.Tensor:
+def multiply_coded_vector(x: torch.Tensor, weight: TritonWeight, dtype: torch.dtype) -> torch.Tensor:
     """[T, in] -> [T, out] = x @ weight.T + bias, summed in float32; see takes_codes.   dtype: of the result."""
     rows, out_features = x.shape[0], weight.out_features
     out = torch.empty((rows, out_features), dtype=dtype, device=x.device)

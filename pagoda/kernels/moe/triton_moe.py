@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from pagoda.kernels.activation.triton_activation import activate, gate
-from pagoda.kernels.linear.triton_forms import TiledLinear, step_size
+from pagoda.kernels.linear.triton_forms import TritonWeight, step_size
 from pagoda.kernels.linear.triton_linear import rows_for
 from pagoda.kernels.linear.triton_product import product, scaled
 from pagoda.kernels.moe.reference import grouped_moe_by
@@ -137,8 +137,8 @@ class TritonMoE:
         self,
         x: torch.Tensor,
         router_logits: torch.Tensor,
-        gate_up: TiledLinear,
-        down: TiledLinear,
+        gate_up: TritonWeight,
+        down: TritonWeight,
         top_k: int,
         renormalize: bool,
         alpha: float = 1.0,
@@ -156,8 +156,8 @@ class TritonMoE:
         x: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
-        gate_up: TiledLinear,
-        down: TiledLinear,
+        gate_up: TritonWeight,
+        down: TritonWeight,
         activation: Activation,
         alpha: float,
         limit: float,
@@ -182,7 +182,7 @@ class TritonMoE:
     def _multiply(
         self,
         x: torch.Tensor,
-        weight: TiledLinear,
+        weight: TritonWeight,
         pairs: torch.Tensor,
         first_pairs: torch.Tensor,
         pairs_per_row: int,

@@ -108,7 +108,7 @@ def _with_draft_model(
     num_positions = max_model_len + max_drafts + 1
     num_blocks = _LONGEST_ROWS * -(-num_positions // config.cache.block_size) * len(model.kv_groups)
     prepared = PreparedAs(
-        dtype, speculative.quantization, kernels == "native", num_positions, tiled=kernels == "triton"
+        dtype, speculative.quantization, kernels == "native", num_positions, for_triton=kernels == "triton"
     )
     kv_bytes = (num_blocks + 1) * kv_block_bytes(model.kv_groups, dtype, config.cache.block_size)
     memory_bytes = weight_memory(files, prepared) + kv_bytes + _activation_bytes(model.spec)
