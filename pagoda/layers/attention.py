@@ -11,7 +11,7 @@ from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.parameter import Axis, Matrix, Part
 from pagoda.layers.rotary import Rotary
-from pagoda.layers.sharding import rows_of
+from pagoda.layers.sharding import heads_of
 from pagoda.ops.batch import AttentionMetadata, ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
@@ -110,14 +110,14 @@ class Attention(Module):
 
     def divide(self, ranks: RankGroup, group: int) -> None:
         """Attend with some heads. Ranks share KV heads if there are fewer of them; each keeps its own in the cache."""
-        matrix, dim = self.qkv.weight.declared, self.heads.dim
+        matrix = self.qkv.weight.declared
         assert isinstance(matrix, Matrix)
         at_k = max(1, len(matrix.parts) - 2)  # there may be a gate before it, and no v after it
-        q, k = (rows_of(matrix.parts[at], ranks.rank, ranks.size) for at in (0, at_k))
-        self.heads = Heads(len(q) // dim, len(k) // dim, dim)
-        self.first_head = q.start // dim
+        q, k = (heads_of(self.qkv.weight, part, ranks) for part in (0, at_k))
+        self.heads = Heads(len(q), len(k), self.heads.dim)
+        self.first_head = q.start
         if matrix.shard is None:
-            self.first_heads = q.start // dim, k.start // dim
+            self.first_heads = q.start, k.start
         else:
             self.computed_heads = self.heads
         if self.kv is not None:
@@ -222,7 +222,7 @@ class SharedKVAttention(Module):
 
     def divide(self, ranks: RankGroup, group: int) -> None:
         """Attend with some heads. See Attention.divide."""
-        self.num_heads = len(rows_of(_first_part(self.q), ranks.rank, ranks.size)) // self.dim
+        self.num_heads = len(heads_of(self.q.weight, 0, ranks))
 
     def __call__(
         self,
@@ -282,10 +282,8 @@ class CrossAttention(Module):
 
     def divide(self, ranks: RankGroup, group: int) -> None:
         """Attend with some heads. See Attention.divide."""
-        dim = self.heads.dim
-        q, k = (_first_part(linear) for linear in (self.q, self.kv_proj))
-        num_heads, num_kv_heads = (len(rows_of(part, ranks.rank, ranks.size)) // dim for part in (q, k))
-        self.heads = Heads(num_heads, num_kv_heads, dim)
+        num_heads, num_kv_heads = (len(heads_of(of.weight, 0, ranks)) for of in (self.q, self.kv_proj))
+        self.heads = Heads(num_heads, num_kv_heads, self.heads.dim)
         self.kv = KVDeclaration(KVGroupKind.CROSS, 0, self.heads.shape_of_kv())
 
     def __call__(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch, kv: Sequence[KVLayer], is_tail: bool) -> Tensor:
@@ -300,9 +298,3 @@ class CrossAttention(Module):
         if is_tail:
             metadata = batch.tail.metadata[self.place.group]
         return self.o_proj(ops, ops.attention(q, cache, metadata, self.scale))
-
-
-def _first_part(linear: Linear) -> Part:
-    matrix = linear.weight.declared
-    assert isinstance(matrix, Matrix)
-    return matrix.parts[0]

@@ -10,7 +10,7 @@ from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.parameter import Axis, Matrix, Parameter, Part, StoredBlock
 from pagoda.layers.rotary import Rotary
-from pagoda.layers.sharding import divide_weight, rows_of
+from pagoda.layers.sharding import divide_weight, heads_of
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import LinearWeight, RankGroup, Tensor
@@ -92,9 +92,7 @@ class LatentAttention(Module):
 
     def divide(self, ranks: RankGroup, group: int) -> None:
         """Attend with some heads."""
-        matrix = self.q.weight.declared
-        assert isinstance(matrix, Matrix)
-        self.num_heads = len(rows_of(matrix.parts[0], ranks.rank, ranks.size)) // self.heads.plain
+        self.num_heads = len(heads_of(self.q.weight, 0, ranks))
 
     def __call__(
         self,

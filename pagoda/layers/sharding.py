@@ -87,6 +87,14 @@ def rows_of(part: Part, rank: int, num_ranks: int, group: int = 1) -> range:
     raise ConfigError(f"tensor_parallel_size={num_ranks} does not divide the {units} heads of {part.name}")
 
 
+def heads_of(parameter: Parameter[Any], part: int, ranks: RankGroup) -> range:
+    """Return a rank's heads of a part (by its number) of a matrix that is divided along OUT. Raises as `shard_of`."""
+    declared = parameter.declared
+    assert isinstance(declared, Matrix), "only matrices have heads"
+    rows, unit = rows_of(declared.parts[part], ranks.rank, ranks.size), declared.parts[part].unit
+    return range(rows.start // unit, rows.stop // unit)
+
+
 def _columns_of(matrix: Matrix, rank: int, num_ranks: int, group: int) -> range:
     name, columns = "+".join(part.name for part in matrix.parts) or "a layer's input", matrix.columns
     if matrix.unit == 1:

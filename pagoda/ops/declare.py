@@ -184,7 +184,7 @@ class Slice:
     dim: int
 
 
-Check: TypeAlias = Callable[[Shapes, Mapping[str, object]], None]
+Check: TypeAlias = Callable[[Shapes], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Op:
 
     folder: where its kernels are, in pagoda/kernels.   arguments, outputs: by name, in order.
     signature: the Python signature, without self.
-    check: receives the shapes and the arguments, and raises ValueError if they do not fit together.
+    check: receives the shapes, and raises ValueError if they do not fit together.
     slices: for an op without a kernel: returns its results, views of its first argument, from the other arguments.
     """
 

@@ -1,6 +1,6 @@
 """Shapes in the op table: checks of arguments against each other, and the shapes of results that no argument has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from pagoda.ops.declare import Shapes, Slice
@@ -12,7 +12,7 @@ def selected_shape(shapes: Shapes) -> tuple[int, ...]:
     return row if len(index) == 1 else (prod(index[1:]) * prod(row),)
 
 
-def check_cache_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_cache_heads(shapes: Shapes) -> None:
     """Queries must have a multiple of the cache's heads, of the size of K and of V."""
     _, kv_heads, _, key_dim, value_dim = shapes["cache"]
     q = shapes["q"]
@@ -22,7 +22,7 @@ def check_cache_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         )
 
 
-def check_latent(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_latent(shapes: Shapes) -> None:
     """Both parts of the queries must have as many heads, the cache one, whose V is the larger part of its key."""
     q, rotated, (_, kv_heads, _, key_dim, value_dim) = shapes["q"], shapes["q_rotated"], shapes["cache"]
     if kv_heads != 1 or q[1] != rotated[1] or (q[2], rotated[2]) != (value_dim, key_dim) or key_dim > value_dim:
@@ -31,7 +31,7 @@ def check_latent(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         )
 
 
-def check_written(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_written(shapes: Shapes) -> None:
     """K and V must be as those of the cache."""
     k, v, (_, kv_heads, _, key_dim, value_dim) = shapes["k"], shapes["v"], shapes["cache"]
     if k[1:] != (kv_heads, key_dim) or v[1:] != (kv_heads, value_dim):
@@ -44,7 +44,7 @@ PANEL_ROWS = 32
 """Rows of a head's matrix are a multiple of this: the native kernels multiply so many at once."""
 
 
-def check_by_head(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_by_head(shapes: Shapes) -> None:
     """A weight must have as many rows for each head, and whole panels."""
     x, weight = shapes["x"], shapes["weight"]
     if len(x) != 3 or weight[0] % x[1]:
@@ -53,46 +53,46 @@ def check_by_head(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"a weight {weight} has {weight[0] // x[1]} rows per head; must be a multiple of {PANEL_ROWS}")
 
 
-def check_factors(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_factors(shapes: Shapes) -> None:
     if shapes["factors"][1:] != (1,):
         raise ValueError(f"factors {shapes['factors']} are not one per row")
 
 
-def check_product(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_product(shapes: Shapes) -> None:
     if prod(shapes["x"][1:]) != prod(shapes["y"][1:]):
         raise ValueError(f"rows of x {shapes['x']} and y {shapes['y']} have not as many elements")
 
 
-def check_gate_up(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_gate_up(shapes: Shapes) -> None:
     if shapes["gate_up"][1] % 2:
         raise ValueError(f"gate_up of {shapes['gate_up'][1]} columns has no halves")
 
 
-def check_text(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_text(shapes: Shapes) -> None:
     """Queries, K and V must have heads of one size, and queries a multiple of the others' heads."""
     q, k = shapes["q"], shapes["k"]
     if q[1] % k[1] or q[2] != k[2]:
         raise ValueError(f"heads of q {q} do not fit those of k {k}")
-    _check_bias(shapes, arguments)
+    _check_bias(shapes)
 
 
-def check_paged(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_paged(shapes: Shapes) -> None:
     """There must be a sink for each head, if there are any; see `_check_bias`."""
-    check_cache_heads(shapes, arguments)
-    _check_bias(shapes, arguments)
-    sinks, first, heads = shapes["sinks"], arguments["first"], shapes["q"][1]
-    if sinks and (not isinstance(first, int) or first < 0 or sinks[0] < first + heads):
+    check_cache_heads(shapes)
+    _check_bias(shapes)
+    sinks, (first,), heads = shapes["sinks"], shapes["first"], shapes["q"][1]
+    if sinks and (first < 0 or sinks[0] < first + heads):
         raise ValueError(f"{sinks[0]} sinks are not those of {heads} heads from {first} on")
 
 
-def _check_bias(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def _check_bias(shapes: Shapes) -> None:
     """A bias must have a row for each head, with one distance in its middle."""
-    bias, first, heads = shapes["bias"], arguments["first"], shapes["q"][1]
-    if bias and (len(bias) != 2 or not bias[1] % 2 or not isinstance(first, int) or not 0 <= first <= bias[0] - heads):
+    bias, (first,), heads = shapes["bias"], shapes["first"], shapes["q"][1]
+    if bias and (len(bias) != 2 or not bias[1] % 2 or not 0 <= first <= bias[0] - heads):
         raise ValueError(f"a bias {bias} is not that of {heads} heads from {first} on, by distance")
 
 
-def check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_tables(shapes: Shapes) -> None:
     """cos and sin must have half a head per position; several positions of a row must divide it."""
     if shapes["cos"] != shapes["sin"] or 2 * shapes["cos"][1] != shapes["q"][2] or shapes["k"][2] != shapes["q"][2]:
         raise ValueError(f"cos {shapes['cos']} and sin {shapes['sin']} do not fit q {shapes['q']} and k {shapes['k']}")
@@ -101,12 +101,12 @@ def check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"positions {shapes['positions']} do not divide the {shapes['cos'][1]} pairs of a head")
 
 
-def check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    check_tables(shapes, arguments)
-    check_written(shapes, arguments)
+def check_rotary_write(shapes: Shapes) -> None:
+    check_tables(shapes)
+    check_written(shapes)
 
 
-def check_short_conv(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_short_conv(shapes: Shapes) -> None:
     """Weight and bias must be of x's channels, and a state of as many rows as the weight has before its last."""
     x, weight, bias, (_, rows, per_block, dim, *_) = (shapes[name] for name in ("x", "weight", "bias", "states"))
     if len(weight) != 2 or prod(x[1:]) != weight[1] or (bias and bias != weight[1:]):
@@ -121,11 +121,11 @@ def state_outputs(shapes: Shapes) -> tuple[int, ...]:
     return (num_heads * value_dim,)
 
 
-def check_mamba2(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_mamba2(shapes: Shapes) -> None:
     _check_scan(shapes, ("dt",), ("a_log", "dt_bias", "d"))
 
 
-def check_gated_delta(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_gated_delta(shapes: Shapes) -> None:
     _check_scan(shapes, ("a", "b"), ("a_log", "dt_bias"))
 
 
@@ -142,24 +142,23 @@ def _check_scan(shapes: Shapes, per_token: Sequence[str], per_head: Sequence[str
             raise ValueError(f"{name} {shapes[name]} does not have a number for each of the {num_heads} heads")
 
 
-def check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    experts, width, hidden = shapes["gate_up"]
-    top_k = arguments["top_k"]
+def check_moe(shapes: Shapes) -> None:
+    (experts, width, hidden), (top_k,) = shapes["gate_up"], shapes["top_k"]
     fits = shapes["down"] in ((experts, hidden, width // 2), (experts, hidden, width))  # with a gate, without one
     if not fits or shapes["router_logits"][1] != experts:
         raise ValueError(
             f"gate_up of {experts} experts [{width}, {hidden}] needs down [{hidden}, {width // 2}], or without a gate "
             f"[{hidden}, {width}], and as many router logits, not {shapes['down']} and {shapes['router_logits']}"
         )
-    if not isinstance(top_k, int) or not 1 <= top_k <= experts:
+    if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")
     if shapes.get("factors", ()) not in ((), (experts,)):
         raise ValueError(f"factors {shapes['factors']} are not one for each of {experts} experts")
 
 
-def check_grouped_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_grouped_moe(shapes: Shapes) -> None:
     """Groups must divide the experts, and those that a token may take must have top_k experts."""
-    check_moe(shapes, arguments)
+    check_moe(shapes)
     experts, groups = shapes["gate_up"][0], shapes["groups"][0]
     top_k, top_groups, best = (shapes[name][0] for name in ("top_k", "top_groups", "best"))
     size = experts // groups if groups > 0 else 0
@@ -169,43 +168,43 @@ def check_grouped_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"top_k = {top_k} and bias {shapes['bias']} do not fit {top_groups} groups of {size} experts")
 
 
-def check_low_rank(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_low_rank(shapes: Shapes) -> None:
     _, rows, columns = shapes["table"]
     if shapes["y"][1:] != (rows,) or shapes.get("x", (0, columns))[1:] != (columns,):
         given = {name: shapes[name] for name in ("y", "x") if name in shapes}
         raise ValueError(f"adapters of a layer [{rows}, {columns}] do not fit {given}")
 
 
-def check_mean_rows(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_mean_rows(shapes: Shapes) -> None:
     if len(shapes["index"]) != 2 or not shapes["index"][1] or len(shapes["x"]) != 2:
         raise ValueError(f"index {shapes['index']} does not say of which rows of x {shapes['x']} the means are")
 
 
-def check_put_rows(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_put_rows(shapes: Shapes) -> None:
     if shapes["rows"][1:] != shapes["x"][1:]:
         raise ValueError(f"rows {shapes['rows']} do not fit x {shapes['x']}")
 
 
-def check_all_gather(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_all_gather(shapes: Shapes) -> None:
     if len(shapes["x"]) != 2 or shapes["x"][1:] > shapes["width"]:
         raise ValueError(f"x {shapes['x']} is not a rank's columns of {shapes['width'][0]}")
 
 
-def check_layer_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_layer_norm(shapes: Shapes) -> None:
     if not shapes["weight"] == shapes["bias"] == shapes["x"][1:]:
         raise ValueError(f"weight {shapes['weight']} and bias {shapes['bias']} do not fit x {shapes['x']}")
 
 
-def check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_norm(shapes: Shapes) -> None:
     """The weight must be as long as a head, or as all heads of a row."""
     x = shapes["x"]
     if shapes["weight"] not in (x[-1:], (prod(x[1:]),)):
         raise ValueError(f"a norm of {shapes['weight']} does not fit x {shapes['x']}")
 
 
-def check_gated_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_gated_norm(shapes: Shapes) -> None:
     """The gate must have x's elements; the weight must be as long as a group, or as all groups of a row."""
-    check_norm(shapes, arguments)
+    check_norm(shapes)
     if prod(shapes["gate"][1:]) != prod(shapes["x"][1:]):
         raise ValueError(f"gate {shapes['gate']} does not fit x {shapes['x']}")
 
