@@ -19,6 +19,15 @@ class NativeSampling:
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self._library, self._threads = library, threads
 
+    def _run(self, name: str, logits: torch.Tensor, *args: object) -> None:
+        """Call a kernel; arrays among its arguments stay alive until it returns."""
+        check_logits(logits)
+        pointers = [
+            of.ctypes.data if isinstance(of, np.ndarray) else of.data_ptr() if isinstance(of, torch.Tensor) else of
+            for of in args
+        ]
+        self._library[name](logits.data_ptr(), logits.stride(0), *logits.shape, *pointers, self._threads)
+
     def constrain(self, logits: torch.Tensor, constraints: BatchConstraints) -> None:
         """See reference.constrain."""
         check_logits(logits)
@@ -43,18 +52,12 @@ class NativeSampling:
             lengths.ctypes.data,
             _runs(constraints.forbidden),
         )
-        self._library["constrain"](
-            logits.data_ptr(), logits.stride(0), logits.shape[0], logits.shape[1], byref(record), self._threads
-        )
+        self._run("constrain", logits, byref(record))
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (largest logit float32 [S], its lowest id int64 [S]) of float32 [S, V]; NaN for a row with a NaN."""
-        check_logits(logits)
-        rows, vocab = logits.shape
-        values, ids = logits.new_empty(rows), torch.empty(rows, dtype=torch.int64)
-        self._library["best_tokens"](
-            logits.data_ptr(), logits.stride(0), rows, vocab, values.data_ptr(), ids.data_ptr(), self._threads
-        )  # fmt: skip
+        values, ids = logits.new_empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
+        self._run("best_tokens", logits, values, ids)
         return values, ids
 
     def sample(
@@ -63,31 +66,19 @@ class NativeSampling:
         """See reference.sample. best: (values, ids) of `best_tokens`, if the caller has them already."""
         check_logits(logits)
         logits, (values, ids) = without_nonfinite(logits, self.best_tokens(logits) if best is None else best)
-        rows, vocab = logits.shape
-        columns = params.columns
-        tokens = torch.empty(rows, dtype=torch.int64)
-        self._library["sample"](
-            logits.data_ptr(), logits.stride(0), rows, vocab, values.data_ptr(), ids.data_ptr(),
-            *(column.ctypes.data for column in columns), tokens.data_ptr(), self._threads,
-        )  # fmt: skip
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        self._run("sample", logits, values, ids, *params.columns, tokens)
         return tokens
 
     def process_logits(
         self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
         """See reference.process_logits. best: as for `sample`."""
-        check_logits(logits)
         values, _ = self.best_tokens(logits) if best is None else best
-        rows, vocab = logits.shape
-        columns = params.columns[:4]
-        self._library["process_logits"](
-            logits.data_ptr(), logits.stride(0), rows, vocab, values.data_ptr(),
-            *(column.ctypes.data for column in columns), self._threads,
-        )  # fmt: skip
+        self._run("process_logits", logits, values, *params.columns[:4])
 
     def mask_logits(self, logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
         """See reference.mask_logits."""
-        check_logits(logits)
         rows, vocab = logits.shape
         words = -(-vocab // 32)
         draws = np.ascontiguousarray(draws, np.int64)
@@ -97,14 +88,10 @@ class NativeSampling:
                 f"mask_logits: {len(draws)} masks for {rows} rows of {vocab} logits must be [{len(draws)}, {words}], "
                 f"not {bits.shape}, for rows below {rows}, not {draws.tolist()}"
             )
-        self._library["mask_logits"](
-            logits.data_ptr(), logits.stride(0), rows, vocab, draws.ctypes.data, len(draws), bits.ctypes.data,
-            self._threads,
-        )  # fmt: skip
+        self._run("mask_logits", logits, draws, len(draws), bits)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
         """See reference.top_logprobs; among equals the lower id comes first."""
-        check_logits(logits)
         rows, vocab = logits.shape
         k = min(k, vocab)
         token_ids, ranks = torch.empty((rows, 1 + k), dtype=torch.int32), torch.empty(rows, dtype=torch.int32)
@@ -112,10 +99,7 @@ class NativeSampling:
         ids = np.ascontiguousarray(chosen.numpy(), np.int64)
         if len(ids) != rows or (rows and (ids.min() < 0 or ids.max() >= vocab)):
             raise InvariantBroken(f"top_logprobs: chosen must be {rows} token ids below {vocab}, not {ids.tolist()}")
-        self._library["top_logprobs"](
-            logits.data_ptr(), logits.stride(0), rows, vocab, ids.ctypes.data, k,
-            token_ids.data_ptr(), values.data_ptr(), ranks.data_ptr(), self._threads,
-        )  # fmt: skip
+        self._run("top_logprobs", logits, ids, k, token_ids, values, ranks)
         return LogprobTensors(token_ids, values, ranks)
 
 
