@@ -1,5 +1,8 @@
 """Moving numpy arrays to a device."""
 
+from collections.abc import Sequence
+from itertools import islice
+
 import numpy as np
 import torch
 
@@ -22,28 +25,13 @@ def _is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class BulkArrays:
-    """Arrays that are moved to a device together.   bulk[bulk.add(...)]: some of them, once they are there."""
-
-    def __init__(self) -> None:
-        self.arrays: list[np.ndarray] = []
-        self._moved: list[torch.Tensor] = []
-
-    def add(self, *arrays: np.ndarray) -> slice:
-        begin = len(self.arrays)
-        self.arrays += arrays
-        return slice(begin, len(self.arrays))
-
-    def move(self, device: torch.device) -> None:
-        """Begin the one copy: see `to_device`."""
-        self.moved_as(to_device(self.arrays, device))
-
-    def moved_as(self, tensors: list[torch.Tensor]) -> None:
-        """Take what `arrays` became on the device."""
-        self._moved = tensors
-
-    def __getitem__(self, part: slice) -> list[torch.Tensor]:
-        return self._moved[part]
+def parts_to_device(
+    parts: Sequence[Sequence[np.ndarray]], device: torch.device, memory: torch.Tensor | None = None
+) -> list[list[torch.Tensor]]:
+    """Return the arrays of each part on `device`, all moved together: see `to_device`.   memory: see `bulk_copy`."""
+    arrays = [array for part in parts for array in part]
+    tensors = iter(to_device(arrays, device) if memory is None else bulk_copy(arrays, device, memory))
+    return [list(islice(tensors, len(part))) for part in parts]
 
 
 def bulk_copy(arrays: list[np.ndarray], device: torch.device, memory: torch.Tensor | None = None) -> list[torch.Tensor]:

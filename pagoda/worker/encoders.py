@@ -9,7 +9,7 @@ import torch
 from pagoda.core.request import MediaItem
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
-from pagoda.kernels.transfer import BulkArrays
+from pagoda.kernels.transfer import parts_to_device
 from pagoda.models.base import ENCODER_PIECE_TOKENS, Encoder, EncoderItem
 from pagoda.worker.batch_rows import StepStates
 from pagoda.worker.forward_runner import ForwardRunner
@@ -148,23 +148,25 @@ def make_encoder_batch(items: Sequence[EncoderItem], dtype: torch.dtype, device:
     ]
     lengths = [np.concatenate([item.segments[kind] for item in items]) for kind in range(len(items[0].segments))]
     named = {name: _joined(items, name) for name in items[0].inputs}
-    moved = BulkArrays()
-    of_tokens = moved.add(np.zeros(num_tokens, np.int32), np.concatenate(positions))
-    of_tail = moved.add(np.arange(num_outputs, dtype=np.int64), np.zeros(0, np.int64))
-    of_kinds = [moved.add(*_segments(of_kind)) for of_kind in lengths]
-    of_named = moved.add(*named.values())
-    moved.move(device)
+    of_tokens, of_tail, of_named, *of_kinds = parts_to_device(
+        [
+            [np.zeros(num_tokens, np.int32), np.concatenate(positions)],
+            [np.arange(num_outputs, dtype=np.int64), np.zeros(0, np.int64)],
+            [*named.values()],
+            *map(_segments, lengths),
+        ],
+        device,
+    )
     metadata: list[AttentionMetadata] = []
-    for of_kind, part in zip(lengths, of_kinds, strict=True):
-        start, length, table, slots = moved[part]
+    for of_kind, (start, length, table, slots) in zip(lengths, of_kinds, strict=True):
         longest = int(of_kind.max())
         metadata.append(AttentionMetadata(start, length, table, slots, 1, longest, longest))
     inputs: dict[str, Input] = {}
-    for name, tensor in zip(named, moved[of_named], strict=True):
+    for name, tensor in zip(named, of_named, strict=True):
         values = tensor.to(dtype) if tensor.is_floating_point() else tensor
         inputs[name] = Input(values, items[0].inputs[name].domain)
-    token_ids, at = moved[of_tokens]
-    tail, no_logits = moved[of_tail]
+    token_ids, at = of_tokens
+    tail, no_logits = of_tail
     return ForwardBatch(token_ids, at, tuple(metadata), Tail(tail, tuple(metadata)), no_logits, inputs)
 
 

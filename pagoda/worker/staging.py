@@ -7,7 +7,6 @@ drawn, the tokens that only the device has, and prompts that are given as embedd
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import ForwardBatch, Input, Tail
 from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.sampling.reference import uniforms
-from pagoda.kernels.transfer import bulk_copy, to_device
+from pagoda.kernels.transfer import parts_to_device
 from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS
 from pagoda.layers.attention import ENCODER_STATES
 from pagoda.layers.linear import EMBED_ROWS, EMBEDS
@@ -181,7 +180,13 @@ class StagingBatch:
         params = draw_params(table, draw_rows, draw_positions)
 
         # What the forward reads comes first: in all padded steps of a size, it is at the same addresses.
-        of_tokens, of_slots, of_rows, of_tail, of_named, of_params, *others = self._move(
+        memory = None
+        if size is not None and self.padding is not None:
+            if self._memory is None:
+                num_bytes = self.padding.num_bytes(block_size, len(slots))
+                self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            memory = self._memory
+        of_tokens, of_slots, of_rows, of_tail, of_named, of_params, *others = parts_to_device(
             [
                 [token_ids, at, tail_index],
                 slots,
@@ -195,7 +200,8 @@ class StagingBatch:
                 [] if cross is None else cross.arrays,
                 [] if cross_tail is None or cross_tail is cross else cross_tail.arrays,
             ],
-            None if size is None or self.padding is None else self.padding.num_bytes(block_size, len(slots)),
+            self.device,
+            memory,
         )
         of_draws, of_states, of_unknown, of_cross, of_cross_tail = others
         if last_tokens is not None and unknown.size:
@@ -245,20 +251,6 @@ class StagingBatch:
         if self._num_token_types > 1:
             types[:] = positions >= table.pair_start[rows]
         return types
-
-    def _move(self, parts: Sequence[Sequence[np.ndarray]], num_bytes: int | None) -> list[list[torch.Tensor]]:
-        """Return the arrays on the device, after one copy.
-
-        num_bytes: of the memory for padded steps, to which they are copied; None: to any.
-        """
-        arrays = [array for part in parts for array in part]
-        if num_bytes is None:
-            tensors = iter(to_device(arrays, self.device))
-        else:
-            if self._memory is None:
-                self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            tensors = iter(bulk_copy(arrays, self.device, self._memory))
-        return [list(islice(tensors, len(part))) for part in parts]
 
 
 def _draws(

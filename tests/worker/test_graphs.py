@@ -18,8 +18,8 @@ from pagoda.kernels.batch import ForwardBatch, KVLayer, Tail
 from pagoda.kernels.low_rank.table import LowRankPiece, PlainLowRank
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.torch_ops import TorchOps
-from pagoda.kernels.transfer import to_device
-from pagoda.worker import forward_runner, sampler, staging
+from pagoda.kernels.transfer import parts_to_device, to_device
+from pagoda.worker import forward_runner, sampler
 from pagoda.worker.batch_rows import BatchRows, PaddedSize, Padding, padded_context, padded_rows, padded_tokens
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
@@ -197,13 +197,13 @@ def test_steps_with_a_shared_prefix_have_graphs_of_their_own() -> None:
     model, recalls = Model(), Recalls()
     forward, graphs = graphed(model, recalls)
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 0, torch.float32, CpuDevice())
-    ones, slots = np.ones(2, np.int32), np.arange(2) + BLOCK
+    ones, slots, memory = np.ones(2, np.int32), np.arange(2) + BLOCK, torch.empty(4096, dtype=torch.uint8)
     for prefix in (None, (4, 2), None, (8, 2), (12, 1)):
         shared = () if prefix is None else (i32(*prefix),)
         size = PaddedSize(2, 2, 1, 64)
         rows = BatchRows(np.arange(3, dtype=np.int32), ones, [ones[:, None]], 1, 1, shared, None, [BLOCK]).padded(size)
         parts = [[ones, ones - 1, np.arange(2)], [slots], rows.arrays]
-        (token_ids, positions, index), of_groups, of_rows = forward.staging._move(parts, 4096)
+        (token_ids, positions, index), of_groups, of_rows = parts_to_device(parts, CPU, memory)
         metadata = rows.metadata(of_groups, of_rows)
         batch = ForwardBatch(token_ids, positions, metadata, Tail(index, metadata), index)
         forward.run(batch, cache.layers, size)
@@ -245,7 +245,7 @@ def test_one_copy_brings_all_inputs_of_a_graph(is_ahead: bool, monkeypatch: pyte
         moved.append(len(arrays))
         return to_device(arrays, device)
 
-    for module in (transfer, sampler, staging):
+    for module in (transfer, sampler):
         monkeypatch.setattr(module, "to_device", counted)
     recalls, device = Recalls(), LaggingDevice()
     run, forward, *_ = make(recalls, device)
@@ -334,7 +334,7 @@ def test_only_steps_of_one_draw_per_row_are_padded() -> None:
     assert inputs.size is None
     assert inputs.batch.token_ids.shape[0] == 1
     with pytest.raises(InvariantBroken, match="bytes of memory"):
-        forward.staging._move([[np.zeros(100_000)]], 4096)
+        parts_to_device([[np.zeros(100_000)]], CPU, torch.empty(4096, dtype=torch.uint8))
 
 
 def test_steps_with_adapters_have_graphs_until_their_tables_move() -> None:

@@ -15,7 +15,6 @@ from pagoda.kernels import transfer as transfer_module
 from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker import sampler as sampler_module
-from pagoda.worker import staging as staging_module
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarRows
@@ -242,7 +241,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(arrays))
         return real(arrays, device)
 
-    modules: list[Any] = [transfer_module, sampler_module, staging_module]
+    modules: list[Any] = [transfer_module, sampler_module]
     if find_spec("triton") is not None:
         from pagoda.kernels.sampling import triton_sampling
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from pagoda.kernels.sampling.batch import BatchConstraints, TokenLists
 from pagoda.kernels.sampling.triton_sampling import mask_rows
-from pagoda.kernels.transfer import BulkArrays
+from pagoda.kernels.transfer import parts_to_device
 from pagoda.kernels.triton_support import jit, jit_for_any
 
 _BLOCK = 256
@@ -65,20 +65,24 @@ def constrain(logits: torch.Tensor, constraints: BatchConstraints) -> None:
     of_id = penalized.rows
     of_penalties = [column[of_id] for column in (constraints.repetition, constraints.frequency, constraints.presence)]
     masked = [i for i, mask in enumerate(constraints.allowed) if mask is not None]
-    bulk = BulkArrays()
-    for_bias = bulk.add(*cells(bias), constraints.bias_values)
-    for_penalties = bulk.add(*cells(penalized), constraints.output_counts, *of_penalties)
-    for_masks = bulk.add(constraints.rows[masked], _bits([constraints.allowed[i] for i in masked], logits.shape[1]))
-    for_forbidden = bulk.add(*cells(forbidden))
-    bulk.move(logits.device)
+    masks = _bits([constraints.allowed[i] for i in masked], logits.shape[1])
+    for_bias, for_penalties, for_masks, for_forbidden = parts_to_device(
+        [
+            [*cells(bias), constraints.bias_values],
+            [*cells(penalized), constraints.output_counts, *of_penalties],
+            [constraints.rows[masked], masks],
+            cells(forbidden),
+        ],
+        logits.device,
+    )
 
-    def run(kernel: Any, arrays: slice, count: int) -> None:
+    def run(kernel: Any, arrays: list[torch.Tensor], count: int) -> None:
         if count:
-            kernel[(triton.cdiv(count, _BLOCK),)](logits, logits.stride(0), *bulk[arrays], count, _BLOCK)
+            kernel[(triton.cdiv(count, _BLOCK),)](logits, logits.stride(0), *arrays, count, _BLOCK)
 
     run(_add_bias, for_bias, bias.ids.size)
     run(_penalize, for_penalties, penalized.ids.size)
-    mask_rows(logits, *bulk[for_masks])
+    mask_rows(logits, *for_masks)
     run(_forbid, for_forbidden, forbidden.ids.size)
 
 
