@@ -37,8 +37,8 @@ from pagoda.engine.wire import EngineSizes
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.process.out_of_memory import is_out_of_memory
-from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
+from pagoda.worker.speculation.registry import make_drafter
 from pagoda.worker.speculation.speculator import Speculator
 
 logger = logging.getLogger("pagoda")

@@ -13,6 +13,6 @@ alignment.py       where tokens look in what the encoder read, for the times of 
 launched_steps.py  steps whose results are not on the host yet
 cache_engine.py, memory.py, adapters.py  KV pools, how large they can be, LoRA adapters
 calls.py, grammar.py       what it is asked besides steps, and what it asks of a backend of grammars
-drafters/, speculation/                  drafts of the next tokens, and when they pay
+speculation/       drafts of the next tokens, and when they pay
 devices/           one class per device
 """

@@ -133,7 +133,7 @@ class DryRuns:
         del logits
         if inputs.prompt_rows:
             states = self._forward.states_of(inputs, hidden)
-            prompt_logprobs(inputs, states, self._table, self._sampler, self._forward)
+            prompt_logprobs(inputs, states, self._table, self._forward)
 
     @torch.inference_mode()
     def run_tokens(self, num_tokens: int, max_per_row: int, start: int) -> None:

@@ -170,7 +170,7 @@ class ModelRunner:
         pooled: dict[int, np.ndarray] = {}
         if (inputs.prompt_rows or inputs.pooled) and self._place.is_last_stage:
             states = self._forward.states_of(inputs, hidden)
-            counts, pieces = prompt_logprobs(inputs, states, self._table, self._sampler, self._forward)
+            counts, pieces = prompt_logprobs(inputs, states, self._table, self._forward)
             first = sum(count for _, _, count in inputs.prompt_rows)
             pooled, without_result = self._pooler.run(
                 inputs.pooled, self._table.pooling, states[first:], slots, queries

@@ -121,7 +121,7 @@ class Sampler:
                 if is_some:
                     logits, chosen = logits.index_select(0, index[1]), tokens.index_select(0, index[1])
             self._process(logits, table, rows[wanted], params, wanted, best)
-            columns = self.top_logprobs(logits, chosen, int(table.num_logprobs[rows].max()))
+            columns = self._ops.top_logprobs(logits, chosen, int(table.num_logprobs[rows].max()))
             _report_ids(columns, logits, table, rows[wanted])
             _report_logits(columns, logits, table.reports_logits[rows[wanted]])
         is_masked = masks is not None or bool(table.logprobs_after[rows].any())
@@ -149,10 +149,6 @@ class Sampler:
         self._ops.process_logits(
             logits, replace(some, temperature=greedy), (best[0].index_select(0, index), best[1].index_select(0, index))
         )
-
-    def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
-        """See SamplingOps.top_logprobs."""
-        return self._ops.top_logprobs(logits, chosen, k)
 
 
 def _report_ids(columns: LogprobTensors, logits: torch.Tensor, table: TableMirror, rows: np.ndarray) -> None:
@@ -269,7 +265,7 @@ _LOGITS_ROWS = 256  # prompt positions whose logits are in memory at once
 
 
 def prompt_logprobs(
-    inputs: StepInputs, states: torch.Tensor, table: TableMirror, sampler: Sampler, forward: ForwardRunner
+    inputs: StepInputs, states: torch.Tensor, table: TableMirror, forward: ForwardRunner
 ) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
     """Compute the log-probabilities of the next prompt token at the step's prompt positions that need them.
 
@@ -289,7 +285,7 @@ def prompt_logprobs(
         for begin, end in spans:
             piece = slice(offset + begin, offset + end)
             logits = forward.compute_logits(states[piece], None if adapters is None else adapters[piece])
-            columns = sampler.top_logprobs(logits, of_row[begin:end], k)
+            columns = forward.ops.top_logprobs(logits, of_row[begin:end], k)
             _report_logits(columns, logits, np.full(end - begin, table.reports_logits[row]))
             pieces += [columns.token_ids, columns.logprobs, columns.ranks]
         counts.append((row, len(spans)))

@@ -11,9 +11,9 @@ from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.drafters.lookup import NgramDrafter
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
+from pagoda.worker.speculation.lookup import NgramDrafter
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import ON_CPU

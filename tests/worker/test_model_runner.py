@@ -11,10 +11,10 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import BlockDelta, RowFork
 from pagoda.worker.cache_engine import CacheEngine
-from pagoda.worker.drafters.drafter import Draft
-from pagoda.worker.drafters.lookup import NgramDrafter
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
+from pagoda.worker.speculation.drafter import Draft
+from pagoda.worker.speculation.lookup import NgramDrafter
 from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import ON_CPU, DeviceUnderTest

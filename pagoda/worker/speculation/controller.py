@@ -17,7 +17,7 @@ from statistics import median_low
 
 import numpy as np
 
-from pagoda.worker.drafters.drafter import NUM_GRADES
+from pagoda.worker.speculation.drafter import NUM_GRADES
 
 MIN_GAIN = 1.03
 """Minimum expected speed relative to plain steps: estimates are noisy, and planning costs time too."""

@@ -9,12 +9,12 @@ from pagoda.loading.loader import load_model
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
-from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
-from pagoda.worker.drafters.models import DraftForward
-from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.dry_runs import LargestSteps
 from pagoda.worker.forward_runner import ForwardRunner, make_forward
 from pagoda.worker.grammar_rows import GrammarRows
+from pagoda.worker.speculation.drafter import MAX_DRAFT_STEP_TOKENS
+from pagoda.worker.speculation.models import DraftForward
+from pagoda.worker.speculation.registry import make_drafter
 from pagoda.worker.speculation.setup import DraftSetup
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror

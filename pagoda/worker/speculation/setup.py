@@ -11,8 +11,8 @@ from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
-from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.memory import kv_block_bytes
+from pagoda.worker.speculation.drafter import MAX_DRAFT_STEP_TOKENS
 
 _LONGEST_ROWS = 2  # rows of full length that the draft model's KV cache holds
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, Drafter
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.speculation.controller import DraftController
+from pagoda.worker.speculation.drafter import GRADE_OF_MODEL, Drafter
 from pagoda.worker.speculation.setup import DraftSetup
 from pagoda.worker.table_mirror import TableMirror
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, grade_of_match
 from pagoda.worker.speculation.controller import MIN_GAIN, DraftController, best_lengths
+from pagoda.worker.speculation.drafter import GRADE_OF_MODEL, grade_of_match
 
 StepTime = Callable[[int, int], float]
 

@@ -9,8 +9,8 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.engine.executor import Executor
 from pagoda.executors.fake import FakeExecutor
-from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, Draft, Drafter
-from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter
+from pagoda.worker.speculation.drafter import GRADE_OF_MODEL, Draft, Drafter
+from pagoda.worker.speculation.lookup import NgramDrafter, SuffixDrafter
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.engine.driver import Answers, drive, make_core, request

@@ -12,10 +12,10 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.batch_rows import Padding
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices.cpu import CpuDevice
-from pagoda.worker.drafters.models import DraftForward, roll_out
 from pagoda.worker.forward_runner import ForwardRunner, Graphs
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.speculation.models import DraftForward, roll_out
 from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
 from tests.worker.recalls import Recalls

@@ -12,7 +12,7 @@ import numpy as np
 
 from pagoda.core.request import RequestKey
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.drafters.drafter import NO_DRAFT, Draft, grade_of_match
+from pagoda.worker.speculation.drafter import NO_DRAFT, Draft, grade_of_match
 from pagoda.worker.table_mirror import TableMirror
 
 _NONE = np.empty(0, np.int64)

@@ -9,9 +9,9 @@ import torch
 from pagoda.core.scheduler_output import NO_INTS, SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.worker.adapters import Adapters
-from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, MAX_DRAFT_STEP_TOKENS, NO_DRAFT, Draft
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.speculation.drafter import GRADE_OF_MODEL, MAX_DRAFT_STEP_TOKENS, NO_DRAFT, Draft
 from pagoda.worker.staging import LastTokens, StepInputs, draw_params
 from pagoda.worker.table_mirror import TableMirror
 

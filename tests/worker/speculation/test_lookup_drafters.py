@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pagoda.core.scheduler_output import RowFork
-from pagoda.worker.drafters.drafter import NUM_GRADES, Drafter, grade_of_match
-from pagoda.worker.drafters.lookup import (
+from pagoda.worker.speculation.drafter import NUM_GRADES, Drafter, grade_of_match
+from pagoda.worker.speculation.lookup import (
     NgramDrafter,
     OutputPool,
     SuffixDrafter,

@@ -36,7 +36,7 @@ NO_DRAFT = Draft(np.empty(0, np.int32))
 
 
 class Drafter(Protocol):
-    """One way to propose tokens. To add one, write a class and list it in drafters/registry.py."""
+    """One way to propose tokens. To add one, write a class and list it in registry.py."""
 
     @property
     def runs_model(self) -> bool:

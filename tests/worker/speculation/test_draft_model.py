@@ -6,9 +6,9 @@ import torch
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import AdmitKind
 from pagoda.core.scheduler_output import RowInit, SchedulerOutput
-from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
-from pagoda.worker.drafters.models import DraftForward, DraftModelDrafter
 from pagoda.worker.sampler import Sampler
+from pagoda.worker.speculation.drafter import MAX_DRAFT_STEP_TOKENS
+from pagoda.worker.speculation.models import DraftForward, DraftModelDrafter
 from pagoda.worker.staging import LastTokens
 from pagoda.worker.table_mirror import TableMirror
 

@@ -7,13 +7,13 @@ import numpy as np
 
 from pagoda.base.speculative_config import SpeculativeConfig
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.drafters.drafter import NO_DRAFT, NUM_GRADES, Draft, Drafter
-from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter
+from pagoda.worker.speculation.drafter import NO_DRAFT, NUM_GRADES, Draft, Drafter
+from pagoda.worker.speculation.lookup import NgramDrafter, SuffixDrafter
 from pagoda.worker.table_mirror import TableMirror
 
 if TYPE_CHECKING:
-    from pagoda.worker.drafters.models import DraftForward
     from pagoda.worker.grammar_rows import GrammarRows
+    from pagoda.worker.speculation.models import DraftForward
 
 
 def make_drafter(
@@ -45,8 +45,8 @@ def _drafter_of(config: SpeculativeConfig, draft: "DraftForward | None", num_blo
         case "forced":
             return None
     # Imported here because the others need no torch.
-    from pagoda.worker.drafters.models import DraftModelDrafter, LayerSkipDrafter
     from pagoda.worker.sampler import Sampler
+    from pagoda.worker.speculation.models import DraftModelDrafter, LayerSkipDrafter
 
     assert draft is not None
     sampler = Sampler(draft.forward.ops)
