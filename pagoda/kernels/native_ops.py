@@ -10,7 +10,6 @@ import torch
 from pagoda.kernels.batch import AttentionMetadata
 from pagoda.kernels.collectives.shared_memory import check_groups
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
-from pagoda.kernels.kv_cache.native_pages import plain_keys
 from pagoda.kernels.linear.packed import PackedLinears
 from pagoda.kernels.low_rank.packed import PackedLowRank
 from pagoda.kernels.native.abi import NO_CACHE, CheckResult, Shared
@@ -33,7 +32,6 @@ class NativeOps:
     name = "native"
     packs_weights = True
     make_device_blocks = DeviceBlocks
-    plain_keys = staticmethod(plain_keys)
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self.library = library
@@ -107,6 +105,12 @@ class NativeOps:
                 bad = self.library["check_group"](addressof(groups[0]), num_blocks, queries, written, byref(at))
                 if bad != CheckResult.NOTHING:
                     raise bad_group(bad, at.value, num_blocks)
+
+    def plain_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        """See CacheOps. The layout that the kernels write is that of kv_cache/pages.h."""
+        num_blocks, num_heads, block_size, dim = pages.shape
+        pair = 1 if pages.dtype in (torch.float32, torch.float16) else 2  # adjacent dimensions, then the slots
+        return pages.view(num_blocks, num_heads, dim // pair, block_size, pair).transpose(2, 3).reshape(pages.shape)
 
     def pin_threads(self, cores: Sequence[Sequence[int]]) -> bool:
         """Pin the calling thread to the first of `cores` (a list of CPUs each) and the kernels' threads to the others.
