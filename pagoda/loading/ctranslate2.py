@@ -1,7 +1,6 @@
 """CTranslate2 files of Whisper models: the parameters of `model.bin`, by transformers' names. No torch."""
 
 import math
-import mmap
 import re
 import struct
 from collections import Counter
@@ -13,6 +12,7 @@ import numpy as np
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
+from pagoda.loading.mapped_file import map_file
 from pagoda.loading.model_files import read_json_object
 
 FILE = "model.bin"
@@ -72,8 +72,7 @@ class CTranslate2File:
         """Read the names and shapes. Raises ConfigError for a file that is corrupt or of another model."""
         self.path = folder / FILE
         try:
-            with self.path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._data = map_file(self.path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.path}: cannot be read: {error}") from None
         try:

@@ -18,6 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.loading.mapped_file import bytes_of, map_file
 from pagoda.loading.model_files import gguf_parts, split_gguf
 from pagoda.process.out_of_memory import is_out_of_memory
 
@@ -100,14 +101,6 @@ class StringArray:
         return ConfigError(f"{self._path}: corrupt GGUF: a string near byte {near} is not UTF-8")
 
 
-class _Shown:
-    """A mapped file as numpy and torch take it without a warning: they cannot tell that it must not be written to."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._bytes = np.frombuffer(data, np.uint8)
-        self.__array_interface__ = {**self._bytes.__array_interface__, "data": (self._bytes.ctypes.data, False)}
-
-
 Value = int | float | bool | str | np.ndarray | StringArray
 
 
@@ -123,9 +116,7 @@ class GGUFFile:
         """part: of a model in several files, its number."""
         self.path, self._part = path, part
         try:
-            with path.open("rb") as file:
-                # Not a private copy: under strict overcommit, that would count as memory.
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._data = map_file(path)
         except (OSError, ValueError) as error:
             if is_out_of_memory(error):
                 raise CapacityError(
@@ -148,7 +139,7 @@ class GGUFFile:
                 raise ConfigError(f"{path}: corrupt GGUF: the key {abbreviate(key)} is there twice")
             self.metadata[key] = cursor.value(key)
         self.tensors = self._read_tensors(cursor, num_tensors)
-        self._mapped = [np.asarray(_Shown(self._data))]
+        self._mapped = [bytes_of(self._data)]
         count, number = (self.get(f"split.{key}", int) or 0 for key in ("count", "no"))
         names = split_gguf(path.name)
         if count > 1 and (count, part) != (len(names), number):

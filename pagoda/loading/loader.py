@@ -1,15 +1,17 @@
 """load_model: build a model from a checkpoint's files and fill its parameters, prepared for given kernels."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import ONLINE_FORMS
+from pagoda.kernels.linear.packed import PackedLinears, PackedWeight, ScratchArena
 from pagoda.kernels.linear.quantize import (
     CodedWeight,
     StackedWeight,
@@ -18,6 +20,7 @@ from pagoda.kernels.linear.quantize import (
     quantize_to,
     stack,
 )
+from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import PrepareOps
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import (
@@ -37,10 +40,13 @@ from pagoda.layers.sharding import ALONE
 from pagoda.loading.gguf_file import forget_gguf, open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.packed_cache import PackedCache, packed_key
+from pagoda.loading.packed_file import PackedFileWriter
 from pagoda.loading.pieces import Piece, Region, bias_pieces, check_all_used, choose_naming, weight_pieces
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.rotary_tables import build_rotary_tables
 from pagoda.loading.shares import shard_model
+from pagoda.loading.weight_memory import PreparedAs, SharesInMemory
 from pagoda.loading.weights import Weights, open_weights, reorder_rows
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
@@ -59,6 +65,7 @@ def load_model(
     ranks: RankGroup = ALONE,
     place: RankPlace = WHOLE,
     max_model_len: int | None = None,
+    cache: PackedCache | None = None,
 ) -> Model:
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
@@ -68,6 +75,7 @@ def load_model(
     for as many.
     ranks: those that compute the model together: only the share of `ranks.rank` is read and held.
     place: of this rank; it has the layers of its stage.
+    cache: where the native kernels' weights are kept for the next start; None: they are packed in memory.
     Raises ConfigError that names what is unsupported, missing, of a wrong shape, truncated or corrupt.
     """
     quantization = resolve_quantization(files, quantization)
@@ -91,7 +99,18 @@ def load_model(
     shard_model(model, files, architecture, quantization, ranks)
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():
-        Filler(weights, naming, ops, dtype, device, quantization, positions, max_model_len).fill(model)
+        filler = Filler(weights, naming, ops, dtype, device, quantization, positions, max_model_len)
+        packed: Mapping[str, PackedWeight] | None = None
+        if cache is not None and isinstance(ops, NativeOps):
+            key = packed_key(files, ops.library.path, dtype, quantization, ranks.rank, ranks.size, place)
+            if key is not None:
+                held = PreparedAs(str(dtype).removeprefix("torch."), quantization, True, positions)
+                packed = cache.open_or_make(
+                    key,
+                    lambda: SharesInMemory(files, held).weights(model),
+                    lambda writer: filler.write(model, ops.linears, writer),
+                )
+        filler.fill(model, packed or {})
     logger.info("%.1f MiB of weights read", weights.bytes_read / 2**20)
     if files.format == "gguf":
         whole = model if place.num_stages == 1 else build_tree(files, architecture, config)
@@ -133,9 +152,31 @@ class Filler:
         self._dtype, self._device, self._quantization = dtype, device, quantization
         self._num_positions, self._max_model_len = num_positions, max_model_len
         self._made = ONLINE_FORMS.get(quantization or "")  # of floats; else a checkpoint's own codes are kept
+        self._packed: Mapping[str, LinearWeight] = {}
+        self._write: Callable[[str, LinearWeight], None] | None = None
 
-    def fill(self, model: Model) -> None:
-        """Fill every parameter in the order of the tree, which is the order in which a forward reads them."""
+    def write(self, model: Model, linears: PackedLinears, writer: PackedFileWriter) -> None:
+        """Write all that `fill` would pack, one weight in memory at a time. The tree's values are of no use then."""
+        arena = ScratchArena()
+
+        def write(name: str, weight: LinearWeight) -> None:
+            assert isinstance(weight, PackedWeight)
+            writer.add(name, weight)
+            arena.clear()
+
+        self._write = write
+        try:
+            with linears.packing_into(arena):
+                self.fill(model, {})
+        finally:
+            self._write = None
+
+    def fill(self, model: Model, packed: Mapping[str, LinearWeight]) -> None:
+        """Fill every parameter in the order of the tree, which is the order in which a forward reads them.
+
+        packed: linear weights as `write` has named them, which are then not read; empty to prepare them.
+        """
+        self._packed = packed
         paths: dict[int, str] = {}
         tied = {id(of.tied) for _, parameter in parameters(model) if isinstance(of := parameter.declared, Matrix)}
         for path, parameter in parameters(model):
@@ -144,9 +185,18 @@ class Filler:
             if isinstance(declared, Table) and id(parameter) in tied and self._ops.packs_weights:
                 pass  # it is filled with the head
             elif isinstance(declared, Matrix) and declared.tied is not None:
-                parameter.fill(self._tied(paths[id(declared.tied)], declared, parameter.shard, declared.tied))
+                parameter.fill(self._tied(path, paths[id(declared.tied)], declared, parameter.shard, declared.tied))
             else:
                 parameter.fill(self._value(path, parameter))
+
+    def _weight(self, name: str, prepare: Callable[[], LinearWeight]) -> LinearWeight:
+        """Return a linear weight from what is packed already, or prepare it.   name: no other weight's."""
+        weight = self._packed.get(name)
+        if weight is None:
+            weight = prepare()
+        if self._write is not None:
+            self._write(name, weight)
+        return weight
 
     def _value(self, path: str, parameter: Parameter[object]) -> object:
         declared = parameter.declared
@@ -206,7 +256,9 @@ class Filler:
         (rows,) = shard.rows
         region = Region(None, range(skipped + rows.start, skipped + rows.stop), range(declared.columns))
         codes = self._weights.read_codes(name, region)
-        return None if codes is None else self._ops.table_of(self._ops.prepare_quantized_linear(codes, self._dtype))
+        if codes is None:
+            return None
+        return self._ops.table_of(self._weight(path, lambda: self._ops.prepare_quantized_linear(codes, self._dtype)))
 
     def _vector(self, path: str, declared: Vector) -> torch.Tensor | float:
         """Return the vector in compute dtype, without the 1 of a unit offset; a number rounded to it."""
@@ -238,9 +290,10 @@ class Filler:
         )
 
     def _matrix(self, path: str, matrix: Matrix, shard: MatrixShard) -> LinearWeight:
-        if matrix.picked is not None:
-            return self._picked(matrix, matrix.picked)
-        return self._prepared(path, matrix, shard, 0)
+        picked = matrix.picked
+        if picked is not None:
+            return self._weight(path, lambda: self._picked(matrix, picked))
+        return self._weight(path, lambda: self._prepared(path, matrix, shard, 0))
 
     def _experts(self, path: str, matrix: Matrix, shard: MatrixShard) -> ExpertWeights:
         """Prepare the experts in one form: if a part of one is stored as floats, or in an order of activations, all are
@@ -252,23 +305,31 @@ class Filler:
         )
         keep_codes = all(self._weights.has_codes(name) for name in stored)
         return self._ops.prepare_experts(
-            [self._prepared(path, matrix, shard, expert, keep_codes) for expert in experts]
+            [
+                self._weight(f"{path}.{expert}", partial(self._prepared, path, matrix, shard, expert, keep_codes))
+                for expert in experts
+            ]
         )
 
-    def _tied(self, table_path: str, matrix: Matrix, shard: MatrixShard, table: Parameter[Tensor]) -> LinearWeight:
+    def _tied(
+        self, path: str, table_path: str, matrix: Matrix, shard: MatrixShard, table: Parameter[Tensor]
+    ) -> LinearWeight:
         """Prepare the weight from the table in memory, or from where it is stored.
 
         If the prepared weight holds the table's values, the table is then read from it, and held once.
         """
-        pieces = list(weight_pieces(self._naming, table_path, matrix, shard))
-        codes = self._codes(pieces)
-        if codes is not None:
-            weight = self._ops.prepare_quantized_linear(codes, self._dtype)
-        elif self._ops.packs_weights:
-            weight = self._prepare(matrix, self._parts(pieces), None)
-        else:
+
+        def prepare() -> LinearWeight:
+            pieces = list(weight_pieces(self._naming, table_path, matrix, shard))
+            codes = self._codes(pieces)
+            if codes is not None:
+                return self._ops.prepare_quantized_linear(codes, self._dtype)
+            if self._ops.packs_weights:
+                return self._prepare(matrix, self._parts(pieces), None)
             assert isinstance(table.value, torch.Tensor)
-            weight = self._prepare(matrix, [table.value], None)
+            return self._prepare(matrix, [table.value], None)
+
+        weight = self._weight(path, prepare)
         shared = None if self._made is not None and matrix.quantizable else self._ops.table_of(weight)
         if shared is not None:
             table.fill(shared)

@@ -3,7 +3,8 @@
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from ctypes import addressof, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -66,6 +67,24 @@ class WeightArena:
         part = self._chunk[self._used : self._used + num_bytes]
         self._used = -(-(self._used + num_bytes) // _ALIGN) * _ALIGN
         return part
+
+
+class ScratchArena:
+    """An Arena for weights that are copied elsewhere: `clear` frees all of its tensors, for those that come next."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        if self._used + num_bytes > self._memory.numel():  # earlier tensors keep the memory that they are in
+            self._memory, self._used = huge_zeros(num_bytes), 0
+        part = self._memory[self._used : self._used + num_bytes].zero_()
+        self._used = -(-(self._used + num_bytes) // _ALIGN) * _ALIGN
+        return part
+
+    def clear(self) -> None:
+        self._used = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +158,15 @@ class PackedLinears:
         """arena: where panels are stored; by default large mappings that are never freed in part."""
         self._library, self._threads = library, threads
         self._arena = arena if arena is not None else WeightArena()
+
+    @contextmanager
+    def packing_into(self, arena: Arena) -> Generator[None, None, None]:
+        """Store the panels of what is packed meanwhile in another arena."""
+        before, self._arena = self._arena, arena
+        try:
+            yield
+        finally:
+            self._arena = before
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return a copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""

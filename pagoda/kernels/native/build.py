@@ -104,7 +104,8 @@ def build(
         return library
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _only_builder(cache_dir):
+        lock = cache_dir / "compiling.lock"
+        with one_process(lock, "another process compiles the native kernels; waiting for it ..."):
             if not library.exists():
                 for stale in cache_dir.glob("build-*"):
                     shutil.rmtree(stale, ignore_errors=True)
@@ -116,18 +117,24 @@ def build(
 
 
 @contextlib.contextmanager
-def _only_builder(cache_dir: Path) -> Generator[None, None, None]:
-    """Wait until no other process compiles into `cache_dir`, and let none begin. A process that ends lets go."""
+def one_process(path: Path, waiting: str | None) -> Generator[bool, None, None]:
+    """Keep other processes out of what the file `path` stands for. One that ends lets go.
+
+    waiting: what is logged if another process is in it, before waiting for that; None: do not wait, but give False.
+    """
     from filelock import FileLock, Timeout  # not there where a wheel is built, which only asks for the flags
 
-    lock = FileLock(cache_dir / "compiling.lock")
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        logger.warning("another process compiles the native kernels; waiting for it ...")
+        if waiting is None:
+            yield False
+            return
+        logger.warning(waiting)
         lock.acquire()
     try:
-        yield
+        yield True
     finally:
         lock.release()
 
