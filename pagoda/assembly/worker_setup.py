@@ -4,8 +4,11 @@ import os
 from typing import TYPE_CHECKING
 
 from pagoda.assembly.engine_setup import EngineSetup, options_of
+from pagoda.base.cache_home import packed_cache_bytes
 from pagoda.base.ranks import WHOLE, RankPlace
+from pagoda.kernels.native.threads import num_memory_nodes
 from pagoda.layers.sharding import ALONE
+from pagoda.loading.resolve import packed_folder
 from pagoda.ops.tensor import RankGroup
 from pagoda.worker.grammar import GrammarBackend
 
@@ -35,6 +38,8 @@ def make_worker(
 
     config = setup.config
     lora = config.model.lora
+    # The memory of a file is not where the threads of several nodes would put it.
+    packed_bytes = packed_cache_bytes() if num_memory_nodes() == 1 else 0
     options = options_of(setup)
     return Worker(
         WorkerConfig(
@@ -58,6 +63,8 @@ def make_worker(
             encoder_budget=options.encoder_budget,
             max_encoder_len=options.max_encoder_len,
             logprobs_mode=config.model.logprobs_mode,
+            packed_folder=packed_folder(config.model),
+            packed_bytes=packed_bytes,
         ),
         ranks,
     )

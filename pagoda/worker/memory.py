@@ -74,9 +74,13 @@ def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process can still allocate: the minimum over the machine's available memory, the
     limits of its cgroups (v1 or v2) and its address space limit (ulimit -v).
 
-    root: where /proc and /sys are (for tests). Reclaimable page cache counts as available.
+    root: where /proc and /sys are (for tests). Reclaimable page cache counts as available, but for the files that are
+    mapped: engines read their weights from such.
     """
-    found = [_meminfo(root, "MemAvailable"), _address_space_left(root), *(left for _, left in _cgroup_limits(root))]
+    available, mapped, shared = (_meminfo(root, field) for field in ("MemAvailable", "Mapped", "Shmem"))
+    if available is not None:
+        available -= max(0, (mapped or 0) - (shared or 0))  # shared memory was not available anyway
+    found = [available, _address_space_left(root), *(left for _, left in _cgroup_limits(root))]
     known = [value for value in found if value is not None]
     if not known:
         raise ConfigError("cannot read how much memory the machine has; set kv_cache_memory in bytes")

@@ -52,9 +52,15 @@ def describe_cpus(root: Path = Path("/")) -> str:
         return f"{os.cpu_count()} CPUs"
     quota = _cgroup_cpus(root)
     limit = "no cgroup quota" if quota is None else f"cgroup quota of {quota:g}"
-    nodes = len({_memory_nodes(root).get(core[0], 0) for core in cores})
+    nodes = num_memory_nodes(root)
     where = f" on {nodes} memory nodes" if nodes > 1 else ""
     return f"{len(cores)} cores of {sum(map(len, cores))} CPUs{where} by affinity, {limit}"
+
+
+def num_memory_nodes(root: Path = Path("/")) -> int:
+    """Return how many memory nodes have CPUs that this thread may run on; 1 where that is not known."""
+    nodes = _memory_nodes(root)
+    return len({nodes.get(core[0], 0) for core in _allowed_cores(root)}) or 1
 
 
 def openmp_runtimes(root: Path = Path("/")) -> list[str]:

@@ -6,6 +6,7 @@ import torch
 
 from pagoda.kernels.ops import Ops
 from pagoda.loading.loader import load_model
+from pagoda.loading.packed_cache import PackedCache
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
@@ -51,14 +52,15 @@ def load_draft(
     max_rows: int,
     max_len: int,
     block_size: int,
+    cache: PackedCache | None = None,
 ) -> LoadedDraft | None:
     """Load the draft model and allocate its KV cache; None if the settings have no such model.
 
-    dtype: of its weights and its cache.   max_rows, max_len: of the table of rows.
+    dtype: of its weights and its cache.   max_rows, max_len: of the table of rows.   cache: see load_model.
     """
     if setup.files is None:
         return None
-    model = load_model(setup.files, ops, dtype, device.device, setup.config.quantization, max_len)
+    model = load_model(setup.files, ops, dtype, device.device, setup.config.quantization, max_len, cache=cache)
     forward = make_forward(model, ops, device, max_rows, max_len, _MAX_QUERY_LEN)
     return LoadedDraft(forward, CacheEngine(model.kv_groups, block_size, setup.num_blocks, 0, dtype, device))
 
