@@ -5,8 +5,10 @@ usage: load_times.py [NAME=MODEL ...] [--rounds 5] [--backed GIB] [--peer LLAMA_
 
 MODEL: anything that --model takes; without one, the default model. Each round runs `import torch` and then every
 model once, in a process of its own: from `pagoda generate "Say hi" --model MODEL --max-tokens 1` to the first byte of
-its answer. Model files are read once before, so they are in the page cache. Afterwards each model is loaded once more
-to read how much anonymous memory it takes while it loads and when it has answered. With --peer, llama-server loads the
+its answer: once packing the weights, and once with those that an earlier start has kept in a file (`_kept`; small
+models have none). Files are read once before, so they are in the page cache, and that of packed weights is written.
+Afterwards each model is loaded once more either way to read how much anonymous memory it takes while it loads and when
+it has answered. With --peer, llama-server loads the
 same files: from its start until it is ready, and until it has answered with one token. Make files of a size with
 make_random_gguf.py; the first run on a machine compiles the kernels and is not counted.
 
@@ -47,10 +49,17 @@ def pagoda(model: str, tokens: int = 1) -> list[str]:
     ]
 
 
-def first_token_s(model: str) -> float:
+def environment(kept: bool) -> dict[str, str]:
+    """kept: whether weights that were packed before are mapped."""
+    return {**os.environ, **({} if kept else {"PAGODA_PACKED_CACHE_SIZE": "0"})}
+
+
+def first_token_s(model: str, kept: bool) -> float:
     """Seconds from the start of the command to the first byte of its answer."""
     begin_s = time.perf_counter()
-    with subprocess.Popen(pagoda(model), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        pagoda(model), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(kept)
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         first = os.read(process.stdout.fileno(), 1)
@@ -67,10 +76,12 @@ def import_torch_s() -> float:
     return time.perf_counter() - begin_s
 
 
-def anonymous_mib(model: str) -> tuple[float, float]:
+def anonymous_mib(model: str, kept: bool) -> tuple[float, float]:
     """Return the largest anonymous memory of a run while it loads, and that of when it answers, in MiB."""
     most = last = 0
-    with subprocess.Popen(pagoda(model, 16), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        pagoda(model, 16), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment(kept)
+    ) as process:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         while process.stdout.read(1) is None:  # None: nothing yet
@@ -110,22 +121,26 @@ def main() -> None:
     models = dict(item.split("=", 1) for item in given.models)
     torch_s: list[float] = []
     own: dict[str, list[float]] = {name: [] for name in models}
+    own_kept: dict[str, list[float]] = {name: [] for name in models}
     peer: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     for model in models.values():
         read_files(model)
-        first_token_s(model)
+        first_token_s(model, kept=True)
     before = read_bandwidth_gb_s()
     for number in range(given.rounds):
         torch_s.append(import_torch_s())
         for name, model in models.items():
-            if given.backed:
-                take_memory(given.backed)
-            own[name].append(first_token_s(model))
+            for kept, took in ((False, own), (True, own_kept)):
+                if given.backed:
+                    take_memory(given.backed)
+                took[name].append(first_token_s(model, kept))
             if given.peer and model.endswith(".gguf"):
                 with LlamaServer(given.peer, model) as server:
                     server.complete(PROMPT, 1)
                     peer[name].append((server.ready_s, time.perf_counter() - server.begin_s))
-            print(f"round {number + 1}: {name} {own[name][-1]:.2f} s, torch {torch_s[-1]:.2f} s", file=sys.stderr)
+            packed_s, kept_s = own[name][-1], own_kept[name][-1]
+            times = f"{name} {packed_s:.2f} s, kept {kept_s:.2f} s, torch {torch_s[-1]:.2f} s"
+            print(f"round {number + 1}: {times}", file=sys.stderr)
     after = read_bandwidth_gb_s()
     if not given.json:
         print(
@@ -133,17 +148,26 @@ def main() -> None:
             f"{statistics.median(torch_s):.2f} s"
         )
     for name, model in models.items():
-        over = [took - torch for took, torch in zip(own[name], torch_s, strict=True)]
-        most, final = anonymous_mib(model)
+        over, over_kept = (
+            [took - torch for took, torch in zip(of[name], torch_s, strict=True)] for of in (own, own_kept)
+        )
+        ratios = [packed / kept for packed, kept in zip(own[name], own_kept[name], strict=True)]
+        most, final = anonymous_mib(model, kept=False)
+        most_kept, final_kept = anonymous_mib(model, kept=True)
         row: dict[str, object] = {
             "model": name,
             "import_torch_s": round(statistics.median(torch_s), 2),
             "first_token_s": round(statistics.median(own[name]), 2),
             "over_torch_s": round(statistics.median(over), 2),
             "over_torch_range_s": [round(min(over), 2), round(max(over), 2)],
+            "over_torch_kept_s": round(statistics.median(over_kept), 2),
+            "over_torch_range_kept_s": [round(min(over_kept), 2), round(max(over_kept), 2)],
+            "packed_to_kept": [round(ratio, 2) for ratio in ratios],
             "anonymous_peak_mib": round(most),
             "anonymous_final_mib": round(final),
             "peak_ratio": round(most / final, 3),
+            "anonymous_peak_kept_mib": round(most_kept),
+            "anonymous_final_kept_mib": round(final_kept),
         }
         if peer[name]:
             ready, answered = (statistics.median(one) for one in zip(*peer[name], strict=True))

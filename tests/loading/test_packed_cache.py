@@ -167,7 +167,8 @@ def test_a_file_has_the_bits_that_are_packed(
     prompt = [(0, 0, list(range(3, 20)))]
     with torch.inference_mode():
         first, second = (
-            PagedRunner(ForwardRunner(model, ops), 1, 40, case.dtype).logits(prompt) for model in (plain, mapped)
+            PagedRunner(ForwardRunner(model, ops), 1, 40, case.dtype, block_size=8).logits(prompt)
+            for model in (plain, mapped)
         )
     assert torch.equal(first, second)
 

@@ -63,6 +63,15 @@ def test_without_cgroups_the_machine_decides(tmp_path: Path) -> None:
     assert available_memory(machine(tmp_path)) == 8 * GIB
 
 
+def test_files_that_are_mapped_are_not_available(tmp_path: Path) -> None:
+    """Weights that this engine or another one reads from a file: the system would give up their pages."""
+    counted = f"MemAvailable: {8 * 1024 * 1024} kB\nMapped: {3 * 1024 * 1024} kB\nShmem: {1024 * 1024} kB\n"
+    write(tmp_path, proc__meminfo=counted)
+    assert available_memory(tmp_path) == 6 * GIB
+    write(tmp_path, proc__meminfo=counted.replace("Shmem: ", "Shmem: 9"))  # which was not available anyway
+    assert available_memory(tmp_path) == 8 * GIB
+
+
 def test_v2_the_tightest_ancestor_decides(tmp_path: Path) -> None:
     root = machine(tmp_path)
     write(root, proc__self__cgroup="0::/outer/inner\n")
