@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,20 +117,26 @@ class PackedCache:
 
 
 def packed_key(files: ModelFiles, library: Path, *made: object) -> str | None:
-    """Return the name of the file of a checkpoint's packed weights; None for one that is too small to be worth it.
+    """Return the name of the file of a checkpoint's packed weights.
 
+    None for one that is too small to be worth it, and for one in which a file cannot be read: it may not be needed.
     library: the native kernels.   made: what else decides what is made of the checkpoint.
     """
-    sizes = files.sizes()
-    if sum(sizes.values()) < LEAST_BYTES:
+    try:
+        sizes = files.sizes()
+        return None if sum(sizes.values()) < LEAST_BYTES else _digest(files, sizes, library, made)
+    except OSError:
         return None
+
+
+def _digest(files: ModelFiles, paths: Iterable[Path], library: Path, made: Iterable[object]) -> str:
     digest = hashlib.sha256()
     for word in (torch.__version__, files.overrides, *made):
         digest.update(f"{word}\0".encode())
     digest.update(library.read_bytes())
     for source in sorted(path for folder in _DEPENDS_ON for path in (_PACKAGE / folder).rglob("*.py")):
         digest.update(f"{source.relative_to(_PACKAGE)}\0".encode() + source.read_bytes())
-    for path in sizes:
+    for path in paths:
         state = path.stat()
         digest.update(f"{path.resolve()}\0{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}\0".encode())
         for piece in _samples(path, state.st_size):

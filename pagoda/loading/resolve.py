@@ -204,9 +204,12 @@ def cache_dir_of(config: ModelConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
 
 
-def packed_folder(config: ModelConfig) -> Path:
-    """Return the folder of packed weights: see PackedCache."""
-    return cache_dir_of(config) / "packed"
+def packed_folder(config: ModelConfig) -> Path | None:
+    """Return the folder of packed weights, see PackedCache; None for a user who has no folder of their own."""
+    try:
+        return cache_dir_of(config) / "packed"
+    except OSError:
+        return None
 
 
 def _from_wheel(requirement: WheelRequirement, config: ModelConfig) -> ModelFiles:

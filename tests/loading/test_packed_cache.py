@@ -378,6 +378,23 @@ def test_the_name_follows_from_all_that_matters(tmp_path: Path, cache: PackedCac
     assert len(names) == 5
 
 
+def test_a_file_that_cannot_be_read_is_no_reason_to_fail(
+    tmp_path: Path, ops: NativeOps, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(make_model("llama"), tmp_path / "model")
+    (folder / "notes").touch()
+    opened = Path.open
+
+    def refuse(path: Path, *args: object, **kwargs: object) -> object:
+        if path.name == "notes":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *args, **kwargs)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(Path, "open", refuse)
+    load(identify(folder), ops, Case("llama"), cache)
+    assert kept(cache) == []
+
+
 def test_small_checkpoints_are_not_worth_a_file(
     tmp_path: Path, ops: NativeOps, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
