@@ -78,26 +78,29 @@ class EngineServer:
                 if not self._socket.poll(RETURN_MEMORY_AFTER_MS):
                     return_freed_memory()
                 self._handle(self._socket.recv())
-            self._drain()
-            began_s = core.now()
-            of_step = core.step()
-            self._calls_s += core.now() - began_s
-            if self._cache_changes:
-                self._send_cache_changes()
-            for client_index, outputs in of_step.items():
-                stats = self._make_stats() if outputs.ends or self._is_time_for_stats() else None
-                self._send(wire.StepOutputs(client_index, outputs, core.strip.take_step_tokens(), stats))
-            if not of_step and self._is_time_for_stats():
-                self._send(wire.StepReport(core.strip.take_step_tokens(), self._make_stats()))
+            self.step()
+
+    def step(self) -> None:
+        """Handle the messages that are there, run a step of the engine core, and send what came of it."""
+        core = self._core
+        self._drain()
+        began_s = core.now()
+        of_step = core.step()
+        self._calls_s += core.now() - began_s
+        if self._cache_changes:
+            self._send_cache_changes()
+        for client_index, outputs in of_step.items():
+            stats = self._make_stats() if outputs.ends or self._is_time_for_stats() else None
+            self._send(wire.StepOutputs(client_index, outputs, core.strip.take_step_tokens(), stats))
+        if not of_step and self._is_time_for_stats():
+            self._send(wire.StepReport(core.strip.take_step_tokens(), self._make_stats()))
 
     def _note_cache(self, event: Event) -> None:
-        match event:
-            case Stored(group=0, hashes=hashes, tier="device"):
-                self._cache_changes.update(dict.fromkeys(hashes, True))
-            case Removed(group=0, hashes=hashes, tier="device"):
-                self._cache_changes.update(dict.fromkeys(hashes, False))
-            case _:
-                pass
+        if isinstance(event, Stored | Removed) and (event.group, event.tier) == (
+            self._core.sizes.prefix_group,
+            "device",
+        ):
+            self._cache_changes.update(dict.fromkeys(event.hashes, isinstance(event, Stored)))
 
     def _send_cache_changes(self) -> None:
         changes = self._cache_changes.items()

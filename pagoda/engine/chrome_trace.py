@@ -1,8 +1,8 @@
 """ChromeTrace: what an engine does, in the trace format of Chrome, which Perfetto shows.
 
-One track has the steps, each request has one with what it does: waits, and for what, or runs. An arrow goes from a
-request that was preempted to the one that it made room for. Times are microseconds since the beginning. Traces of
-several engines that began together can be joined to one.
+One track has the steps of each replica, each request has one with what it does: waits, and for what, or runs. An arrow
+goes from a request that was preempted to the one that it made room for. Times are microseconds since the beginning.
+Traces of several engines that began together can be joined to one.
 """
 
 import itertools
@@ -59,11 +59,10 @@ class ChromeTrace:
         self._tracks: dict[tuple[int, int], _Track] = {}
         self._num_arrows = 0
         self._num_left_out = 0
-        self._last_number = 0
+        self._last_numbers: dict[int, int] = {}  # by replica
         of = f" of {name}" if name else ""
         self._name("process_name", self._steps, 0, f"engine{of}")
         self._name("process_name", self._requests, 0, f"requests{of}")
-        self._name("thread_name", self._steps, 1, "steps")
 
     def begin_with(self, client: int, handle: int, name: str, last: ClientEvent | None) -> None:
         """Add a request that is there already.   last: what happened to it last, None if the engine has not seen it."""
@@ -74,9 +73,12 @@ class ChromeTrace:
         """Add a step that has ended. One that ended before the trace began is ignored."""
         if note.ended_s <= self._began_s:
             return
-        if self._last_number:  # with what was not noted, or not read in time
-            self._num_left_out += max(0, note.number - self._last_number - 1)
-        self._last_number = note.number
+        of_replica = f" of replica {note.replica}" if note.replica else ""
+        if last := self._last_numbers.get(note.replica, 0):  # with what was not noted, or not read in time
+            self._num_left_out += max(0, note.number - last - 1)
+        else:
+            self._name("thread_name", self._steps, note.replica + 1, f"steps{of_replica}")
+        self._last_numbers[note.replica] = note.number
         begin_us = self._us(note.began_s)
         tokens = {"prompt": note.num_prompt_tokens, "sampled": note.num_sampled, "drafted": note.num_drafted}
         size = {**tokens, "preempted": note.num_preempted}
@@ -84,12 +86,12 @@ class ChromeTrace:
             "X",
             f"step {note.step}",
             self._steps,
-            1,
+            note.replica + 1,
             begin_us,
             dur=round(self._us(note.ended_s) - begin_us, 3),
             args=size,
         )
-        self._add("C", "tokens of steps", self._steps, 0, begin_us, args=tokens)
+        self._add("C", f"tokens of steps{of_replica}", self._steps, 0, begin_us, args=tokens)
 
     def add(self, event: ClientEvent) -> None:
         """Add an event. One from before the trace began, which arrives late, only changes what a request does."""

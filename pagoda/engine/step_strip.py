@@ -27,6 +27,7 @@ class StepNote:
     began_s, ended_s: on the system's monotonic clock.
     num_prompt_tokens, num_sampled, num_drafted: tokens of prompts that it computed, sequences of which it sampled the
     next token, and drafted tokens that it verified next to these.
+    replica: of which it is, from 1; 0: there is one engine.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepNote:
     num_sampled: int
     num_preempted: int
     num_drafted: int = 0
+    replica: int = 0
 
 
 class _Rows:

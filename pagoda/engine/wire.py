@@ -45,6 +45,7 @@ class EngineSizes(msgspec.Struct, frozen=True):
 
     max_num_seqs, max_num_batched_tokens: of a step, as far as memory has bounded them; None: as in the settings.
     largest_block: tokens of the largest blocks, at whose ends prefix hits end; 0: those of all.
+    prefix_group: the KV group that tells what is cached of a prompt.
     """
 
     max_model_len: int
@@ -54,6 +55,7 @@ class EngineSizes(msgspec.Struct, frozen=True):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     largest_block: int = 0
+    prefix_group: int = 0
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """Return the settings for the next engine, in which nothing that memory bounds is measured again."""
@@ -124,6 +126,7 @@ class EngineStats(SchedulerStats):
     """A snapshot of the scheduler's gauges and counters; counters start at 0 with each engine process.
 
     num_steps, step_s: steps that computed something, and the time that the engine spent in them.
+    num_up, num_starting, num_draining, num_gone: engine processes, by what they do; 0 without a process.
     scheduler_s: the scheduler's share of it.   at_s: time of the snapshot, on the system's monotonic clock.
     adapters_read, adapters_dropped: LoRA adapters that were read from disk, and dropped for others (max_cpu_loras).
     """
@@ -133,6 +136,10 @@ class EngineStats(SchedulerStats):
     scheduler_s: float = 0.0
     adapters_read: int = 0
     adapters_dropped: int = 0
+    num_up: int = 0
+    num_starting: int = 0
+    num_draining: int = 0
+    num_gone: int = 0
     at_s: float = 0.0
 
     @property
@@ -248,6 +255,11 @@ class LookReply(msgspec.Struct, frozen=True):
     view: SchedulerView
     steps: tuple[StepNote, ...]
     stats: EngineStats
+
+    def of_replica(self, number: int) -> "LookReply":
+        """Return the same, with the replica's number in its steps."""
+        steps = tuple(dataclasses.replace(step, replica=number) for step in self.steps)
+        return msgspec.structs.replace(self, steps=steps)
 
     @staticmethod
     def sum_of(replies: "Sequence[LookReply]") -> "LookReply":

@@ -253,6 +253,10 @@ class ServerMetrics:
         yield _labelled(
             self._values, "vllm:num_requests_waiting_by_reason", for_what, "reason", waiting, GaugeMetricFamily
         )
+        engines = {"up": stats.num_up, "starting": stats.num_starting}
+        engines |= {"draining": stats.num_draining, "gone": stats.num_gone}
+        of_engines = "Engine processes, one per replica, by what they do; gone: none can be started any more."
+        yield _labelled(self._values, "vllm:engines", of_engines, "state", engines, GaugeMetricFamily)
         loras = {"read": stats.adapters_read, "dropped": stats.adapters_dropped}
         of_loras = "LoRA adapters that were read from disk, and that were dropped from memory for another one."
         yield _labelled(self._values, "vllm:lora_adapter_events", of_loras, "event", loras)

@@ -232,6 +232,39 @@ async def reset_prefix_cache(http: Request) -> Response:
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
 
 
+class RestartRequest(Body, kw_only=True, frozen=True):
+    """POST /restart_engines
+
+    model: Whose engines; without a name, those of all models.
+    """
+
+    model: str | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(model=self.model)
+
+
+@router.post("/restart_engines", body=RestartRequest, errors={**ERRORS, 409: "The state does not allow it now"})
+async def restart_engines(http: Request) -> Response:
+    """Restart the engine processes, of several replicas one after the other; return when all are ready again.
+
+    A replica gets no new requests and finishes those that it has, for at most the drain's timeout; the others continue
+    with the rest. No request ends with an error. 409 if that is done already, or there is no engine process.
+    Needs the admin key, if the server has keys or other machines reach it.
+    """
+    state, body = await read_as_operator(http, RestartRequest)
+    models = state.models.all if body.model is None else [state.pick(http, body.model).model]
+    engines = [one.engine for one in models if one.engine is not None and one.is_loaded]
+    if not engines:
+        return error_response(409, "there is no engine process to restart")
+    try:
+        for engine in engines:
+            await engine.restart()
+    except RequestError as error:
+        return error_response(409, str(error))
+    return Response()
+
+
 B = TypeVar("B", bound=Body)
 
 

@@ -121,3 +121,19 @@ def test_a_trace_counts_the_steps_that_it_was_not_told() -> None:
     written = trace.written(15.0)
     steps = [one["name"] for one in written["traceEvents"] if one["ph"] == "X"]
     assert (steps, written["otherData"]["left_out"]) == (["step 9", "step 11", "step 16"], 3)  # those of no token: none
+
+
+def test_steps_of_replicas_have_tracks_and_numbers_of_their_own() -> None:
+    trace = ChromeTrace(10.0)
+    for number, replica in ((7, 1), (1, 2), (8, 1), (3, 2)):
+        trace.add_step(StepNote(number, number, 10.5, 10.75, 3, 1, 0, replica=replica))
+    written = trace.written(11.0)
+    assert written["otherData"] == {"left_out": 1}
+    named = {entry["tid"]: entry["args"]["name"] for entry in written["traceEvents"] if entry["name"] == "thread_name"}
+    steps = [(named[one["tid"]], one["name"]) for one in written["traceEvents"] if one["ph"] == "X"]
+    assert steps == [
+        ("steps of replica 1", "step 7"),
+        ("steps of replica 2", "step 1"),
+        ("steps of replica 1", "step 8"),
+        ("steps of replica 2", "step 3"),
+    ]

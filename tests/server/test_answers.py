@@ -52,6 +52,7 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/models/load", {"model": "unknown"}),
     ("POST", "/models/unload", {"model": "smollm2-135m"}),
     ("POST", "/reset_prefix_cache", {}),
+    ("POST", "/restart_engines", {"model": "unknown"}),
     ("POST", "/v1/completions", TEXT),
     ("POST", "/v1/completions", {**TEXT, **EVERYTHING, "logprobs": 2, "echo": True}),
     ("POST", "/v1/completions", {**TEXT, **EVERYTHING, "logprobs": 2, "stream": True, "stream_options": USAGE}),

@@ -106,6 +106,21 @@ def test_a_replica_is_killed_under_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=str)
+def test_engines_are_restarted_under_load_without_an_error(flags: tuple[str, ...], tmp_path: Path) -> None:
+    def restart(server: LiveServer) -> None:
+        assert server.post("/restart_engines", {})[0] == 200
+
+    with served(tmp_path, *flags, "--server-timeouts.drain-timeout-s", "0") as server:
+        undisturbed = asyncio.run(load(server))
+        before = set(engines_of(server))
+        assert asyncio.run(load(server, [restart])) == undisturbed
+        assert not before & set(engines_of(server))
+        assert server.wait_idle()["engine_restarts"] == 2
+        assert re.search(r'vllm:engines{[^}]*state="up"} 2', server.get("/metrics")[1])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--api-server-count", "2"), ("--tensor-parallel-size", "2")], ids=str)
 def test_replicas_are_killed_in_turn_and_together(flags: tuple[str, ...], tmp_path: Path) -> None:
     with served(tmp_path, *flags) as server:

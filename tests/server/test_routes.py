@@ -332,7 +332,7 @@ def test_series_of_rare_events_exist_from_the_start(keyed_server: LiveServer) ->
         assert series % reason in lines
     for event in ("read", "dropped"):
         assert f'vllm:lora_adapter_events_total{{engine="0",event="{event}",model_name="smollm2-135m"}} 0.0' in lines
-    for because in ("shortest_wait", "turn", "only_ready", "none_ready"):
+    for because in ("shortest_wait", "turn", "probe", "only_ready", "none_ready"):
         assert f'vllm:routed_requests_total{{because="{because}",engine="0",model_name="smollm2-135m"}} 0.0' in lines
     for reason in ("stop", "length", "abort", "error"):
         assert any(line.startswith("vllm:request_success_total") and f'"{reason}"' in line for line in lines)

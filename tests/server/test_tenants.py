@@ -115,6 +115,7 @@ def test_a_request_with_several_prompts_is_aborted_by_its_answers_id(shared: Liv
 def test_with_an_admin_key_only_its_holder_operates_the_server(operated: LiveServer) -> None:
     for path, body in (
         ("/reset_prefix_cache", b""),
+        ("/restart_engines", {}),
         ("/abort_requests", {}),
         ("/abort_requests", {"request_ids": []}),
         ("/v1/load_lora_adapter", {"lora_name": "x"}),

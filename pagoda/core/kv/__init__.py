@@ -25,6 +25,7 @@ from pagoda.core.kv.sizing import (
     by_pool,
     exceeds,
     layers_per_block,
+    prefix_group,
 )
 
 __all__ = [
@@ -42,4 +43,5 @@ __all__ = [
     "exceeds",
     "hashes_of_prompt",
     "layers_per_block",
+    "prefix_group",
 ]

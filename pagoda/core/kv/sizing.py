@@ -105,6 +105,15 @@ def block_sizes(groups: tuple[KVGroupSpec, ...], block_size: int) -> BlockCounts
     return tuple(of_states if group.has_states else block_size for group in groups)
 
 
+def prefix_group(groups: tuple[KVGroupSpec, ...]) -> int:
+    """Return the index of the group whose blocks tell best how much of a prompt is cached.
+
+    The first that keeps all blocks of a sequence, from the first one on; without one, the first that grows.
+    """
+    growing = [index for index, group in enumerate(groups) if group.kind is not KVGroupKind.CROSS]
+    return next((index for index in growing if not groups[index].window), growing[0] if growing else 0)
+
+
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Return how many blocks hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)

@@ -199,6 +199,7 @@ def _services_of(engine: EngineOwner, index: int) -> Services:
         "load_adapter": engine.load_adapter,
         "unload_adapter": engine.unload_adapter,
         "look": engine.look,
+        "restart": engine.restart,
     }
 
 

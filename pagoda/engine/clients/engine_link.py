@@ -92,12 +92,12 @@ class EngineLink:
     It ends when the process does, and when the process hangs: it has work, and for `step_timeout_s` makes no progress
     (see Watchdog; 0: it never counts as hung). `was_hung` then tells which, and `was_stopped` whether a signal from
     outside had stopped it.
-    had_output: whether it has sent any output of a request.
+    was_ended: whether `end` has ended it.   had_output: whether it has sent any output of a request.
     """
 
     def __init__(self, process: EngineProcess, codec: wire.Codec, step_timeout_s: float) -> None:
         self.process = process
-        self.was_hung = self.was_stopped = self.had_output = False
+        self.was_hung = self.was_stopped = self.was_ended = self.had_output = False
         self._codec = codec
         self._step_timeout_s = step_timeout_s or math.inf
         self._ready_at_s: float | None = None
@@ -119,6 +119,11 @@ class EngineLink:
     def close(self) -> None:
         """Stop watching the process. Idempotent."""
         self._watch.cancel()
+
+    def end(self) -> None:
+        """End the process, and with it this."""
+        self.was_ended = True
+        self.process.process.kill()
 
     async def receive(self) -> wire.FromEngine | None:
         """Return the next message; None once the process has ended or hangs."""

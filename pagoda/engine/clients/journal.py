@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pagoda.base.abbreviate import shown_id
-from pagoda.core.events import Ended
+from pagoda.core.events import Admitted, ClientEvent, Ended, Preempted
 from pagoda.core.request import Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, only_events
 from pagoda.engine.flight_recorder import FlightRecord, packed_key
@@ -70,6 +70,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._entries: dict[RequestKey, JournalEntry] = {}
+        self._begun = dict[RequestKey, None]()  # of which an engine computes what it owes, in order of their admission
         self.num_seqs = self.num_owed = 0
 
     def __len__(self) -> int:
@@ -93,7 +94,32 @@ class Journal:
 
     def owe(self, entry: JournalEntry) -> None:
         """Record that an engine begins with a request anew."""
+        self._begun.pop(entry.request.key, None)
         self._set_owed(entry, entry.num_tokens - entry.num_cached)
+
+    def note_computed(self, num_tokens: int) -> None:
+        """Record that an engine has computed tokens that it owed. Of the last one of a request, it emits the next."""
+        for key in self._begun:
+            if num_tokens <= 0:
+                return
+            entry = self._entries[key]
+            num_computed = min(num_tokens, entry.num_owed - 1)
+            self._set_owed(entry, entry.num_owed - num_computed)
+            num_tokens -= num_computed
+
+    def _note(self, event: ClientEvent) -> None:
+        """Record what an engine owes once it has begun with a request, or has to begin anew."""
+        if isinstance(event, Admitted | Preempted):
+            key = event.client, event.handle
+            entry = self._entries.get(key)
+            if entry is None:
+                return
+            if isinstance(event, Admitted):
+                self._begun[key] = None
+                self._set_owed(entry, max(1, event.num_tokens - event.num_computed))
+            elif event.lost_tokens:
+                self._begun.pop(key, None)
+                self._set_owed(entry, event.lost_tokens)
 
     def _set_owed(self, entry: JournalEntry, num_owed: int) -> None:
         self.num_owed += num_owed - entry.num_owed
@@ -102,6 +128,7 @@ class Journal:
     def close(self, key: RequestKey) -> JournalEntry | None:
         """Remove and return a request's entry; None for an unknown one."""
         entry = self._entries.pop(key, None)
+        self._begun.pop(key, None)
         if entry is not None:
             self.num_seqs -= len(entry.live)
             self.num_owed -= entry.num_owed
@@ -123,11 +150,15 @@ class Journal:
             if not entry.live:
                 self.close(key)
 
-    def record(self, client_index: int, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+    def record(self, client_index: int, outputs: EngineCoreOutputs, num_computed: int = 0) -> EngineCoreOutputs:
         """Record one step's outputs for a client, and return what of them is new to it.
 
+        num_computed: tokens of the steps since the last record, those emitted included, of all clients.
         Prompt log-probabilities of requests aborted meanwhile are dropped; the reader drops their tokens.
         """
+        for event in outputs.events:
+            self._note(event)
+        self.note_computed(num_computed - len(outputs.token_ids))
         at = 0
         flat = outputs.token_ids.tolist()
         for handle, sequence, count in zip(
@@ -138,6 +169,7 @@ class Journal:
                 entry.tokens[sequence].extend(flat[at : at + count])
                 entry.num_since_entry += count
                 if entry.num_owed:
+                    self._begun.pop(entry.request.key, None)
                     self._set_owed(entry, 0)
                 if entry.num_since_entry >= PROBATION_TOKENS * len(entry.live):
                     entry.is_suspect = False
@@ -217,11 +249,17 @@ class Suspects:
         """Begin with a new engine process. Return the requests to send to it now, in this order."""
         self._process_number = process_number
         self._num_sent = 0
-        suspects = [entry.request.key for entry in self._journal if entry.is_suspect]
-        # First the one that was probed when the last engine died: then it is alone.
-        self._waiting = deque(sorted(suspects, key=lambda key: key != self._probe))
+        self._waiting = deque(entry.request.key for entry in self.in_order())
         self._probe = None
         return self._next_to_send()
+
+    def in_order(self) -> list[JournalEntry]:
+        """Return the suspects in the order of their probes: first the one that was probed when the last engine died.
+
+        Then it is alone.
+        """
+        suspects = [entry for entry in self._journal if entry.is_suspect]
+        return sorted(suspects, key=lambda entry: entry.request.key != self._probe)
 
     def sent(self, entry: JournalEntry) -> None:
         """Record that a request is sent to the engine process."""

@@ -20,12 +20,11 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.clients.calls import Calls
-from pagoda.engine.clients.client_outputs import ClientOutputs
+from pagoda.engine.clients.client_outputs import ClientOutputs, Sink, Sinks
 from pagoda.engine.clients.journal import Journal, JournalEntry, Suspects, error_outputs
-from pagoda.engine.clients.router import ReplicaLoad
+from pagoda.engine.clients.router import PrefixIndex, ReplicaLoad, StepCosts
 from pagoda.engine.clients.supervisor import Supervisor
 from pagoda.engine.flight_recorder import FlightRecord
 
@@ -33,10 +32,9 @@ logger = logging.getLogger("pagoda.engine")
 
 _MAX_LOADS = 2  # of one call to load an adapter, in as many engines
 
-_NO_ENGINE = WorkerDied("there is no engine now")
+_POLL_S = 0.02  # whether an engine that is restarted has got further
 
-Sink = Callable[[EngineCoreOutputs | WorkerDied], object]
-"""Takes what a client gets of the steps, or the error that ended the engine for good."""
+_NO_ENGINE = WorkerDied("there is no engine now")
 
 ENGINE_MODULE = "pagoda.assembly.engine_process"
 
@@ -47,7 +45,7 @@ class ProcessClient(ClientOutputs):
     The methods of EngineCoreClient are those of client 0. Others `connect`, and give their index with each call.
     index: of this client.
     step_timeout_s: an engine that has work and makes no progress for so long counts as dead; see EngineLink.
-    module: what the child process runs.   number: of this engine among replicas, which share their `sinks`, by client.
+    module: what the child process runs.   number: of this engine among replicas, which share their `sinks`.
     """
 
     index = 0
@@ -58,18 +56,22 @@ class ProcessClient(ClientOutputs):
         step_timeout_s: float = 120.0,
         module: str = ENGINE_MODULE,
         number: int = 0,
-        sinks: dict[int, Sink] | None = None,
+        sinks: Sinks | None = None,
     ) -> None:
         super().__init__()
         self._supervisor = Supervisor(config, module, step_timeout_s, self, number)
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
-        self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait} if sinks is None else sinks
+        self._sinks = Sinks(self._outputs.put_nowait) if sinks is None else sinks
         self._suspects = Suspects(self._journal)
         self._calls = Calls(self._send, {})  # of the engine, or of none
         self._calls.end(_NO_ENGINE)
-        self.cached = set[bytes]()
-        """Hashes of the blocks in the prefix cache, as far as the engine tells."""
+        self.number = number
+        self.prefixes = PrefixIndex()
+        """Where the blocks in the prefix cache are noted, as far as the engine tells; replicas share one."""
+        self.costs = StepCosts()
+        """Where it is noted what steps take; replicas share one."""
+        self._num_unmeasured = self._num_unreported = 0  # tokens of steps since the last statistics; of those, sampled
         self._loaded: dict[str, LoraRef] = {}  # adapters, by digest
         self._loads_again: list[asyncio.Task[None]] = []
         self._num_kept = config.model.lora.num_kept
@@ -79,13 +81,15 @@ class ProcessClient(ClientOutputs):
         self._busy_since_s = 0.0
         self.is_stopped = False
         """No engine is wanted now: adapters are loaded into the next one."""
+        self._is_draining = False
+        self._drain_s = config.server.server_timeouts.drain_timeout_s
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
         self.on_events: Callable[[Events], object] | None = None
         """Called with the events of the requests of all clients, those of one after those of the other."""
         self.on_change: Callable[[], object] = lambda: None
-        """Called when this begins or ceases to take requests."""
-        self.on_gone: Callable[[WorkerDied], object] = self._end_clients
+        """Called when this begins or ceases to take requests, or has none any more."""
+        self.on_gone: Callable[[WorkerDied], object] = self._sinks.put_to_all
         """Called when no engine can be started any more, with the reason."""
 
     # ---- what AsyncEngine calls
@@ -110,7 +114,7 @@ class ProcessClient(ClientOutputs):
 
     def add_request(self, request: Request) -> None:
         if self.died is not None:
-            self._put(request.client_index, self.died)
+            self._sinks.put(request.client_index, self.died)
             return
         self.adopt(JournalEntry.of(request))
 
@@ -120,7 +124,7 @@ class ProcessClient(ClientOutputs):
             self._journal.close(key)
         if known:
             self._calls.post("abort", known)
-        self._send_next()
+            self._send_next()
 
     def finish_sequence(self, handle: int, sequence: int, status: RequestStatus, client_index: int = 0) -> None:
         key = (client_index, handle)
@@ -153,17 +157,26 @@ class ProcessClient(ClientOutputs):
                 raise fresh(self.died)
             if num_unloads < self._num_unloads[lora.digest]:  # it is not wanted any more
                 return
-            try:
-                await self._calls.call("load_adapter", lora)
-            except WorkerDied:
-                continue
-            except RequestError:
-                self._loaded.pop(lora.digest, None)
-                raise
-            if num_unloads == self._num_unloads[lora.digest]:
-                self._loaded[lora.digest] = lora
-            return
+            if await self.try_load_adapter(lora):
+                return
         raise WorkerDied(f"engines died while they loaded the adapter {lora.name!r}")
+
+    async def try_load_adapter(self, lora: LoraRef) -> bool:
+        """Load an adapter into the engine that is there. Return False if that has died, or dies meanwhile.
+
+        Raises RequestError if it cannot be used.
+        """
+        num_unloads = self._num_unloads[lora.digest]
+        try:
+            await self._calls.call("load_adapter", lora)
+        except WorkerDied:
+            return False
+        except RequestError:
+            self._loaded.pop(lora.digest, None)
+            raise
+        if num_unloads == self._num_unloads[lora.digest]:
+            self._loaded[lora.digest] = lora
+        return True
 
     def load_adapter_later(self, lora: LoraRef) -> None:
         """Load an adapter into the next engine."""
@@ -202,7 +215,34 @@ class ProcessClient(ClientOutputs):
         stats = wire.EngineStats.sum_of((self._stats, self._of_ended))
         stats.num_waiting += max(0, len(self._journal) - stats.num_requests)
         stats.at_s = max(stats.at_s, self._busy_since_s)
+        stats.num_gone = int(self.died is not None)
+        stats.num_draining = int(self._is_draining and self.is_up)
+        stats.num_up = int(self.is_up) - stats.num_draining
+        stats.num_starting = int(not self.is_up and not stats.num_gone)
         return stats
+
+    async def restart(self) -> None:
+        """End the engine process and wait for the next one. No request ends with an error.
+
+        First it gets no new requests, and has the time of a drain to finish those that it has; what is left continues
+        on other replicas, else on the next engine.   Raises WorkerDied if none can be started any more.
+        """
+        number, until_s = self._supervisor.process_number, time.monotonic() + self._drain_s
+        if is_old := self.is_up:  # else, the next one is new
+            self._is_draining = True
+            self.on_change()
+            try:
+                while self._is_draining and len(self._journal) and time.monotonic() < until_s:
+                    await asyncio.sleep(_POLL_S)
+                if self._is_draining:  # it has not died meanwhile
+                    self._supervisor.restart()
+            except asyncio.CancelledError:
+                self._is_draining = False
+                raise
+        while (is_old and self._supervisor.process_number == number) or not self.is_up:
+            if self.died is not None:
+                raise fresh(self.died)
+            await asyncio.sleep(_POLL_S)
 
     async def shutdown(self) -> None:
         """End the engine process; running requests are dropped. Idempotent."""
@@ -212,34 +252,38 @@ class ProcessClient(ClientOutputs):
 
     def connect(self, client_index: int, sink: Sink) -> None:
         """Pass what a client gets to `sink` from now on. No other client may have had this index."""
-        assert client_index not in self._sinks, f"client {client_index} is connected"
-        self._sinks[client_index] = sink
+        self._sinks.connect(client_index, sink)
 
     def disconnect(self, client_index: int) -> None:
         """Abort all requests of a client, which has gone."""
-        del self._sinks[client_index]
+        self._sinks.disconnect(client_index)
         self.abort_all(client_index)
 
     def abort_all(self, client_index: int) -> None:
         """Abort all requests of a client."""
         self.abort([handle for _, handle in self._journal.of_client(client_index)], client_index)
 
-    def _put(self, client_index: int, item: EngineCoreOutputs | WorkerDied) -> None:
-        """Pass something to a client, unless it has gone."""
-        if (sink := self._sinks.get(client_index)) is not None:
-            sink(item)
-
     # ---- next to other replicas
 
     @property
     def takes_requests(self) -> bool:
         """Whether an engine gets a request that is added now, at once."""
-        return self.is_up and not self._suspects.is_probing
+        return self.is_up and not self._suspects.is_probing and not self._is_draining
+
+    @property
+    def takes_loads(self) -> bool:
+        """Whether an adapter can be loaded at once."""
+        return self.is_up and self._takes_loads.is_set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this takes requests and has none."""
+        return self.takes_requests and not len(self._journal)
 
     @property
     def load(self) -> ReplicaLoad:
         """Return what this engine has to do."""
-        return ReplicaLoad(self.takes_requests, self._journal.num_seqs, self._journal.num_owed)
+        return ReplicaLoad(self.takes_requests, self._journal.num_seqs, self._journal.num_owed, self.number)
 
     def __contains__(self, key: RequestKey) -> bool:
         """Return whether this has an unfinished request."""
@@ -260,6 +304,26 @@ class ProcessClient(ClientOutputs):
             self._journal.close(entry.request.key)
             entry.is_suspect, entry.entered_process = False, 0
         return found
+
+    def release_suspects(self) -> list[JournalEntry]:
+        """Remove and return the requests that may have killed the engine, unless the next one is there and tries them.
+
+        In the order in which they are tried.
+        """
+        found = [] if self.is_up else self._suspects.in_order()
+        for entry in found:
+            self._journal.close(entry.request.key)
+            entry.entered_process = 0
+        return found
+
+    def probe(self, suspects: Sequence[JournalEntry]) -> None:
+        """Try requests that may have killed the engine of another replica, one at a time. This one is idle."""
+        self._takes_loads.clear()
+        self._busy_since_s = time.monotonic()
+        for entry in suspects:
+            self._journal.add(entry)
+        for entry in self._suspects.begin(self._supervisor.process_number):
+            self._enter(entry)
 
     def adopt(self, entry: JournalEntry) -> None:
         """Run a request, or continue with one that another engine had and that is not there any more."""
@@ -314,16 +378,17 @@ class ProcessClient(ClientOutputs):
         match message:
             case wire.StepOutputs(client_index, outputs, step_tokens, stats):
                 self._note_steps(step_tokens, stats)
+                self._num_unreported += len(outputs.token_ids) if stats is None else 0
                 if self.on_events is not None:
                     self.on_events(outputs.events)
-                self._put(client_index, self._journal.record(client_index, outputs))
+                self._sinks.put(client_index, self._journal.record(client_index, outputs, sum(step_tokens)))
                 if self._suspects.is_probing:
                     self._send_next()
             case wire.CacheChanges(stored, removed):
-                self.cached.update(stored)
-                self.cached.difference_update(removed)
+                self.prefixes.change(self.number, stored, removed)
             case wire.StepReport(step_tokens, stats):
                 self._note_steps(step_tokens, stats)
+                self._journal.note_computed(sum(step_tokens))
                 if self._suspects.is_probing:
                     self._send_next()
             case wire.IdleReport(stats, num_handled):
@@ -353,8 +418,12 @@ class ProcessClient(ClientOutputs):
             at_s=last.at_s,
         )
         self._takes_loads.clear()
+        self._is_draining = False
         self._calls.end(_NO_ENGINE)
-        self.cached.clear()
+        self.prefixes.clear(self.number)
+        self.costs.forget(self.number)
+        self._of_ended.generation_tokens += self._num_unreported  # clients have them
+        self._num_unmeasured = self._num_unreported = 0
         for entry in self._journal:
             entry.num_cached = 0
 
@@ -362,20 +431,17 @@ class ProcessClient(ClientOutputs):
         rejected = self._suspects.assign_blame(flight, killed_from_outside)
         for entry in rejected:
             message = "this request crashed the engine process repeatedly"
-            self._put(entry.request.client_index, error_outputs(entry.request, message, live=entry.live))
+            self._sinks.put(entry.request.client_index, error_outputs(entry.request, message, live=entry.live))
         for entry in self._journal:  # from now on, another engine may have them
             entry.entered_process = 0
         self.on_change()
         return bool(rejected)
 
     def on_give_up(self, error: WorkerDied) -> None:
+        self._stats = wire.EngineStats(at_s=self._stats.at_s)  # there are no blocks any more
         self._calls.end(error)
         self._takes_loads.set()  # so that calls that wait for it see that the engine has died
         self.on_gone(error)
-
-    def _end_clients(self, error: WorkerDied) -> None:
-        for client_index in self._sinks:
-            self._put(client_index, error)
 
     # ---- one engine
 
@@ -401,7 +467,7 @@ class ProcessClient(ClientOutputs):
     ) -> None:
         """Finish a request with an error that the engine does not have."""
         self._journal.close(entry.request.key)
-        self._put(entry.request.client_index, error_outputs(entry.request, message, status, entry.live))
+        self._sinks.put(entry.request.client_index, error_outputs(entry.request, message, status, entry.live))
 
     def _note_idle(self, num_handled: int) -> None:
         link = self._supervisor.link
@@ -410,6 +476,7 @@ class ProcessClient(ClientOutputs):
         if link.is_idle:
             self._end_lost_entries()
             self._send_next()
+            self.on_change()
 
     def _end_lost_entries(self) -> None:
         """Finish requests with an error that an idle engine has lost: their clients would wait forever."""
@@ -443,9 +510,13 @@ class ProcessClient(ClientOutputs):
 
     def _note_steps(self, step_tokens: tuple[int, ...], stats: wire.EngineStats | None) -> None:
         self._suspects.note_computed(sum(step_tokens))
+        self._num_unmeasured += sum(step_tokens)
         for count in step_tokens:
             self.on_step(count)
         if stats is not None:
+            num_steps, seconds = stats.num_steps - self._stats.num_steps, stats.step_s - self._stats.step_s
+            self.costs.observe(self.number, num_steps, self._num_unmeasured, seconds)
+            self._num_unmeasured = self._num_unreported = 0
             self._stats = stats
 
     def _send(self, message: wire.Call | wire.Reply) -> None:

@@ -6,7 +6,6 @@ those that may have killed it: its next engine probes these, so that a request t
 """
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
@@ -15,19 +14,23 @@ from dataclasses import replace
 
 import msgspec
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.core.events import Events, Routed
 from pagoda.core.kv import hashes_of_prompt
 from pagoda.core.request import LoraRef, Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, only_events
+from pagoda.core.scheduler_output import only_events
 from pagoda.engine import wire
-from pagoda.engine.clients.client_outputs import ClientOutputs
-from pagoda.engine.clients.journal import JournalEntry
-from pagoda.engine.clients.process_client import ENGINE_MODULE, ProcessClient, Sink
-from pagoda.engine.clients.router import Router
+from pagoda.engine.clients.client_outputs import ClientOutputs, Sink, Sinks
+from pagoda.engine.clients.journal import JournalEntry, error_outputs
+from pagoda.engine.clients.process_client import ENGINE_MODULE, ProcessClient
+from pagoda.engine.clients.router import PrefixIndex, RoutedBecause, Router
 
 logger = logging.getLogger("pagoda.engine")
+
+_LOOK_S = 1.0
+"""How long a look waits for engines that do not reply, when others have."""
 
 
 class Replicas(ClientOutputs):
@@ -42,11 +45,15 @@ class Replicas(ClientOutputs):
     def __init__(self, config: EngineConfig, step_timeout_s: float = 120.0, module: str = ENGINE_MODULE) -> None:
         """As for ProcessClient."""
         super().__init__()
-        self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait}  # by client
+        self._sinks = Sinks(self._outputs.put_nowait)
         if config.debug.prefix_hash_seed is None:  # one for all, so that hashes say which of them has a prefix
             config = replace(config, debug=replace(config.debug, prefix_hash_seed=secrets.randbits(64)))
         assert config.debug.prefix_hash_seed is not None
-        self._hash_seed, self._block_size = config.debug.prefix_hash_seed, config.cache.block_size
+        self._hash_seed = config.debug.prefix_hash_seed
+        self._block_size = self._hit_size = config.cache.block_size  # of hashed blocks; tokens after which hits end
+        self._prefixes = PrefixIndex()
+        scheduler = config.scheduler
+        self._router = Router(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self.each = [
             ProcessClient(config, step_timeout_s, module, number, self._sinks)
             for number in range(config.server.data_parallel_size)
@@ -54,9 +61,9 @@ class Replicas(ClientOutputs):
         for one in self.each:
             one.on_change, one.on_gone = self._move_waiting, self._on_gone
             one.on_step = self._on_step
-        scheduler = config.scheduler
-        self._router = Router(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+            one.prefixes, one.costs = self._prefixes, self._router.costs
         self.num_moved = 0
+        self._is_restarting = False
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step of any replica."""
         self._on_events: Callable[[Events], object] | None = None
@@ -70,7 +77,7 @@ class Replicas(ClientOutputs):
         """
         sizes = await asyncio.gather(*(one.start() for one in self.each))
         first = sizes[0]
-        self._block_size = first.block_size
+        self._block_size, self._hit_size = first.block_size, first.largest_block or first.block_size
         self._router.max_num_seqs = first.max_num_seqs or self._router.max_num_seqs
         self._router.max_num_batched_tokens = first.max_num_batched_tokens or self._router.max_num_batched_tokens
         return msgspec.structs.replace(
@@ -82,7 +89,7 @@ class Replicas(ClientOutputs):
 
     def add_request(self, request: Request) -> None:
         if (died := self.died) is not None:
-            self._put(request.client_index, died)
+            self._sinks.put(request.client_index, died)
         else:
             self._place(JournalEntry.of(request), self._living)
 
@@ -108,16 +115,21 @@ class Replicas(ClientOutputs):
         """
         if (died := self.died) is not None:
             raise fresh(died)
-        asked = [one for one in self._living if one.is_up] or self._living
-        for one in self.each:
-            if one not in asked:
-                one.load_adapter_later(lora)
-        ends = await asyncio.gather(*(one.load_adapter(lora) for one in asked), return_exceptions=True)
-        errors = [end for end in ends if end is not None]
+        asked = [one for one in self._living if one.takes_loads]
+        tries = await asyncio.gather(*(one.try_load_adapter(lora) for one in asked), return_exceptions=True)
+        errors = [end for end in tries if isinstance(end, BaseException)]
+        loaded = [one for one, end in zip(asked, tries, strict=True) if end is True]
+        if not errors and not loaded:  # none is up, or all have died meanwhile
+            loaded = self._living
+            ends = await asyncio.gather(*(one.load_adapter(lora) for one in loaded), return_exceptions=True)
+            errors = [end for end in ends if end is not None]
         refusal = next((error for error in errors if isinstance(error, RequestError)), None)
-        if refusal is not None or len(errors) == len(asked):
+        if refusal is not None or (errors and len(errors) == len(loaded)):
             self.unload_adapter(lora)
             raise refusal or errors[0]
+        for one in self._living:
+            if one not in loaded:
+                one.load_adapter_later(lora)
 
     def unload_adapter(self, lora: LoraRef) -> None:
         """Unload an adapter from all engines, unless requests use it."""
@@ -126,10 +138,21 @@ class Replicas(ClientOutputs):
                 one.unload_adapter(lora)
 
     async def look(self, steps_after_s: float | None = None) -> wire.LookReply | None:
-        """Return what the engines do now, and their steps that ended after a time; None while all are down."""
-        replies = await asyncio.gather(*(one.look(steps_after_s) for one in self.each))
-        found = [one for one in replies if one is not None]
-        return wire.LookReply.sum_of(found) if found else None
+        """Return what the engines do now, and their steps that ended after a time; None while all are down.
+
+        Without those that have not replied soon, unless none has.
+        """
+        looks = [asyncio.ensure_future(one.look(steps_after_s)) for one in self.each]
+        try:
+            _, late = await asyncio.wait(looks, timeout=_LOOK_S)
+            while late and not any(look.done() and look.result() for look in looks):
+                _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for look in looks:
+                look.cancel()  # one whose engine hangs, or is in a long step
+        found = [(number, look.result()) for number, look in enumerate(looks, 1) if look.done()]
+        replies = [reply.of_replica(number) for number, reply in found if reply is not None]
+        return wire.LookReply.sum_of(replies) if replies else None
 
     def stats(self) -> wire.EngineStats:
         """Return what the engines have said last, added up."""
@@ -139,6 +162,20 @@ class Replicas(ClientOutputs):
         """End the engine processes, which have no requests any more, until the next `start`."""
         await asyncio.gather(*(one.stop() for one in self.each))
 
+    async def restart(self) -> None:
+        """Restart one replica after the other. No request ends with an error: see ProcessClient.
+
+        Raises RequestError if that is done already, WorkerDied if one cannot be started any more.
+        """
+        if self._is_restarting:
+            raise RequestError("the engines are being restarted already")
+        self._is_restarting = True
+        try:
+            for one in self._living:
+                await one.restart()
+        finally:
+            self._is_restarting = False
+
     async def shutdown(self) -> None:
         """End the engine processes; running requests are dropped. Idempotent."""
         await asyncio.gather(*(one.shutdown() for one in self.each))
@@ -147,12 +184,11 @@ class Replicas(ClientOutputs):
 
     def connect(self, client_index: int, sink: Sink) -> None:
         """Pass what a client gets to `sink` from now on. No other client may have had this index."""
-        assert client_index not in self._sinks, f"client {client_index} is connected"
-        self._sinks[client_index] = sink
+        self._sinks.connect(client_index, sink)
 
     def disconnect(self, client_index: int) -> None:
         """Abort all requests of a client, which has gone."""
-        del self._sinks[client_index]
+        self._sinks.disconnect(client_index)
         for one in self.each:
             one.abort_all(client_index)
 
@@ -202,24 +238,16 @@ class Replicas(ClientOutputs):
         """Give a request to the replica where its first token is expected earliest; tell its client why."""
         request = entry.request
         among = [one for one in among if not one.is_stuck] or among  # one that hangs is not yet known to be dead
-        caches = [one.cached for one in among] if request.reads_prefix_cache else []
-        hashes = [
-            *itertools.takewhile(
-                lambda block: any(block in cached for cached in caches),
-                hashes_of_prompt(request, self._hash_seed, self._block_size),
-            )
-        ]
-        loads = [replace(one.load, num_cached=self._num_cached(one, hashes)) for one in among]
-        index, because = self._router.choose(entry.num_tokens, len(entry.live), loads)
-        entry.num_cached = loads[index].num_cached
-        number = self.each.index(among[index]) + 1
-        event = Routed(0, time.monotonic(), request.client_index, request.handle, number, because.value)
-        self._put(request.client_index, only_events([event]))
+        numbers = [one.number for one in among]
+        hashes = hashes_of_prompt(request, self._hash_seed, self._block_size) if request.reads_prefix_cache else ()
+        size = self._hit_size
+        leading = self._prefixes.num_leading(hashes, numbers)
+        num_cached = [count * self._block_size // size * size for count in leading]
+        loads = [one.load for one in among]
+        index, because = self._router.choose(entry.num_tokens, len(entry.live), loads, num_cached)
+        entry.num_cached = num_cached[index]
+        self._tell(entry, among[index], because)
         among[index].adopt(entry)
-
-    def _num_cached(self, one: ProcessClient, hashes: Sequence[bytes]) -> int:
-        """Return how many tokens of a prompt a replica has in its prefix cache, as far as it has told."""
-        return self._block_size * sum(1 for _ in itertools.takewhile(one.cached.__contains__, hashes))
 
     def _move_waiting(self) -> None:
         """Move requests that wait for a replica to those that take requests now."""
@@ -227,20 +255,33 @@ class Replicas(ClientOutputs):
         for one in self.each if ready else ():
             for entry in one.release():
                 self.num_moved += 1
-                self._place(entry, ready)
+                try:
+                    self._place(entry, ready)
+                except Exception as error:  # the others go on
+                    logger.exception("request %s could not be moved", shown_id(entry.request.request_id))
+                    reason = f"the request could not be moved to another replica: {type(error).__name__}: {error}"
+                    self._sinks.put(entry.request.client_index, error_outputs(entry.request, reason, live=entry.live))
+        for one in self.each:
+            idle = next((other for other in ready if other.is_idle), None)
+            if idle is not None and (suspects := one.release_suspects()):
+                self.num_moved += len(suspects)
+                for entry in suspects:
+                    self._tell(entry, idle, RoutedBecause.PROBE)
+                idle.probe(suspects)
+
+    def _tell(self, entry: JournalEntry, one: ProcessClient, because: RoutedBecause) -> None:
+        """Tell the client of a request where it goes."""
+        client_index, handle = entry.request.key
+        event = Routed(0, time.monotonic(), client_index, handle, one.number + 1, because.value)
+        self._sinks.put(client_index, only_events([event]))
 
     def _on_gone(self, error: WorkerDied) -> None:
         """No engine of a replica can be started any more: the others go on, if there are others."""
         if self.died is not None:
-            for client_index in self._sinks:
-                self._put(client_index, error)
-            return
-        logger.error("%d of %d replicas go on", len(self._living), len(self.each))
-        self._move_waiting()
-
-    def _put(self, client_index: int, item: EngineCoreOutputs | WorkerDied) -> None:
-        if (sink := self._sinks.get(client_index)) is not None:
-            sink(item)
+            self._sinks.put_to_all(error)
+        else:
+            logger.error("%d of %d replicas go on", len(self._living), len(self.each))
+            self._move_waiting()
 
     def _on_step(self, num_tokens: int) -> None:
         self.on_step(num_tokens)

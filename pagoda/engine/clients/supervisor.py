@@ -113,6 +113,11 @@ class Supervisor:
         """Whether the engine process has reported ready and is running."""
         return self.link is not None and self.link.is_up
 
+    def restart(self) -> None:
+        """End the engine process, if it is ready: the next one starts at once, and no request is to blame."""
+        if self.link is not None:
+            self.link.end()
+
     async def wait_until_gone(self) -> None:
         """Wait until this has given up (see `died`) or has been shut down."""
         if self._task is not None:
@@ -161,12 +166,12 @@ class Supervisor:
             flight = engine.recorder.read()
             code = await asyncio.to_thread(engine.close)
             self.num_deaths += 1
-            is_fruitless = ready_s is None or (ready_s < STABLE_S and not link.had_output)
+            is_fruitless = ready_s is None or (ready_s < STABLE_S and not link.had_output and not link.was_ended)
             if ready_s is not None:
                 # Linux kills a process with SIGKILL, too, when memory runs out: then a request may be the cause.
                 ran_out_of_memory = num_oom_kills() > num_oom_kills_before
                 was_killed = code == -signal.SIGKILL and not link.was_hung and not ran_out_of_memory
-                is_outside = was_killed or link.was_stopped
+                is_outside = was_killed or link.was_stopped or link.was_ended
                 has_explanation = self._user.on_death(flight, killed_from_outside=is_outside)
                 is_fruitless = is_fruitless and not has_explanation
             pause_s = restarts.pause_s(is_fruitless, self._has_been_ready)

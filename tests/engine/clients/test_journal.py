@@ -1,12 +1,13 @@
 """The journal: its records suffice to continue, and clients never notice that another engine continues."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.events import Ended, Events
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.events import Admitted, Ended, Events, Preempted
+from pagoda.core.request import AdmitKind, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
 from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
 
@@ -16,7 +17,7 @@ def entry_of(name: str, handle: int, n: int = 1, seed: int = 40) -> JournalEntry
     return JournalEntry.of(Request(name, np.arange(4, dtype=np.int32), params, handle=handle, seed=seed))
 
 
-def outputs(*rows: tuple[int, int, list[int]], ends: tuple[Ended, ...] = ()) -> EngineCoreOutputs:
+def outputs(*rows: tuple[int, int, list[int]], ends: tuple[Any, ...] = ()) -> EngineCoreOutputs:
     return EngineCoreOutputs(
         handles=np.array([h for h, _, _ in rows], np.int64),
         sequences=np.array([b for _, b, _ in rows], np.int32),
@@ -128,3 +129,30 @@ def test_the_prompt_of_a_request_with_n_is_told_once_and_that_of_another_too() -
     journal.replay(entry)
     assert told(journal, 1, 1, 2) == []
     assert told(journal, 2, 7, 8) == [7, 8]
+
+
+def test_what_an_engine_owes_follows_its_chunks_and_what_it_found_cached() -> None:
+    journal = Journal()
+    prompt = np.arange(1000, dtype=np.int32)
+    for handle in (1, 2, 3):
+        journal.add(JournalEntry.of(Request("a", prompt, SamplingParams(), handle=handle)))
+    assert journal.num_owed == 3000
+
+    def admitted(handle: int, num_computed: int) -> Admitted:
+        return Admitted(1, 0.0, 0, handle, AdmitKind.NEW, 1000, num_computed, num_computed, 100, 9, 9)
+
+    journal.record(0, outputs(ends=(admitted(1, 600),)), num_computed=100)
+    assert journal.num_owed == 300 + 1000 + 1000
+    journal.record(0, outputs((1, 0, [5]), ends=(admitted(2, 0),)), num_computed=301 + 100)
+    assert journal.num_owed == 899 + 1000  # of the first chunk, one token counts with the second
+    journal.note_computed(500)
+    assert journal.num_owed == 399 + 1000
+    journal.note_computed(5000)  # whatever else is computed, the request has not emitted its token
+    assert journal.num_owed == 1 + 1000
+    journal.record(0, outputs(ends=(Preempted(2, 0.0, 0, 2, 0, 1, "recompute", 900, 5),)))
+    assert journal.num_owed == 900 + 1000
+    journal.close((0, 2))
+    journal.close((0, 3))
+    assert journal.num_owed == 0
+    journal.note_computed(10)
+    assert journal.num_owed == 0
