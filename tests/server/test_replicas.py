@@ -109,7 +109,7 @@ def test_a_replica_is_killed_under_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")], ids=str)
 def test_engines_are_restarted_under_load_without_an_error(flags: tuple[str, ...], tmp_path: Path) -> None:
     def restart(server: LiveServer) -> None:
-        assert server.post("/restart_engines", {})[0] == 200
+        assert server.post("/restart_engines", {}, timeout_s=300.0)[0] == 200
 
     with served(tmp_path, *flags, "--server-timeouts.drain-timeout-s", "0") as server:
         undisturbed = asyncio.run(load(server))
