@@ -573,7 +573,7 @@ def test_what_is_cached_is_told_by_the_group_that_keeps_all_blocks(
         setattr(core, name, lambda: None)
     server = EngineServer(core, cast(Any, None))
     for number in range(len(kinds)):
-        server._note_cache(Stored(1, 0.0, number, (bytes([number]),), None))
+        server._note_cache(Stored(1, 0.0, number, (bytes([number]),), None, request(1), 0, b""))
     assert server._cache_changes == {bytes([expected]): True}
     server._note_cache(Removed(1, 0.0, expected, (bytes([expected]),)))
     assert server._cache_changes == {bytes([expected]): False}
