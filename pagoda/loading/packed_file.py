@@ -54,7 +54,7 @@ class _Stored:
     in_pairs: int
     panels: _Span
     bias: _Span | None
-    order: _Span | None
+    input_order: _Span | None
     next: "_Stored | None"
 
     def chain(self) -> "Iterator[_Stored]":
@@ -95,7 +95,7 @@ class PackedFileWriter:
             record.in_pairs,
             self._write(weight.panels),
             None if weight.bias is None else self._write(weight.bias),
-            None if weight.order is None else self._write(weight.order),
+            None if weight.input_order is None else self._write(weight.input_order),
             None if weight.next is None else self._store(weight.next),
         )
 
@@ -118,7 +118,9 @@ def read_packed(path: Path, checks: Executor) -> dict[str, PackedWeight]:
     except ValueError:
         raise DamagedFile("it is empty") from None
     stored = _index(data)
-    spans = [span for of in stored.values() for one in of.chain() for span in (one.panels, one.bias, one.order) if span]
+    spans = [
+        span for of in stored.values() for one in of.chain() for span in (one.panels, one.bias, one.input_order) if span
+    ]
     if any(span.offset < 0 or span.num_bytes < 0 or span.offset + span.num_bytes > len(data) for span in spans):
         raise DamagedFile("its tensors are not in it")
     found = checks.map(lambda span: _checksum(_part(data, span)) == span.checksum, spans)
@@ -154,7 +156,7 @@ def _checksum(data: np.ndarray) -> int:
 def _weight(stored: _Stored, data: np.ndarray) -> PackedWeight:
     panels = torch.from_numpy(_part(data, stored.panels))
     bias = None if stored.bias is None else torch.from_numpy(_part(data, stored.bias).view(np.float32))
-    order = None if stored.order is None else torch.from_numpy(_part(data, stored.order).view(np.int32))
+    order = None if stored.input_order is None else torch.from_numpy(_part(data, stored.input_order).view(np.int32))
     after = None if stored.next is None else _weight(stored.next, data)
     record = PackedLinear(
         panels=panels.data_ptr(),
@@ -164,7 +166,7 @@ def _weight(stored: _Stored, data: np.ndarray) -> PackedWeight:
         kind=stored.kind,
         group=stored.group,
         next=None if after is None else after.address,
-        order=None if order is None else order.data_ptr(),
+        input_order=None if order is None else order.data_ptr(),
         in_pairs=stored.in_pairs,
     )
     dtype = None if stored.dtype is None else getattr(torch, stored.dtype)

@@ -121,7 +121,7 @@ def assert_same(one: Model, other: Model) -> None:
             assert getattr(weight, field) == getattr(other_weight, field), name
         for field in ("out_features", "in_features", "kind", "group", "in_pairs"):
             assert getattr(weight.record, field) == getattr(other_weight.record, field), name
-        for field in ("panels", "bias", "order"):
+        for field in ("panels", "bias", "input_order"):
             assert bits(getattr(weight, field)) == bits(getattr(other_weight, field)), name
             address = getattr(weight.record, field)
             tensor = getattr(weight, field)
