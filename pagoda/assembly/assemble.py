@@ -1,5 +1,6 @@
 """Build a running EngineCore from settings: the only module that chooses implementations."""
 
+import dataclasses
 import importlib
 import logging
 import sys
@@ -11,6 +12,7 @@ from functools import partial
 from pagoda.assembly.engine_setup import EngineSetup, options_of, resolve_engine
 from pagoda.assembly.input_setup import build_input_processor
 from pagoda.assembly.sizing import fit_cache, fit_measured, no_step_fits, sizes_to_try, weights_in_memory
+from pagoda.assembly.tier_setup import open_tier, with_tiers_seed
 from pagoda.assembly.worker_setup import make_grammars, make_worker
 from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
@@ -19,7 +21,7 @@ from pagoda.base.config_rules import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
 from pagoda.base.redact import settings_without_secrets
 from pagoda.base.speculative_config import SpeculativeConfig
-from pagoda.core.kv import block_sizes, prefix_group
+from pagoda.core.kv import KVTier, block_sizes, prefix_group
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.state import Preparations
@@ -40,6 +42,7 @@ from pagoda.process.out_of_memory import is_out_of_memory
 from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.registry import make_drafter
 from pagoda.worker.speculation.speculator import Speculator
+from pagoda.worker.worker import Worker
 
 logger = logging.getLogger("pagoda")
 
@@ -66,6 +69,7 @@ def build_engine_core(
     """
     begin_s = time.perf_counter()
     setup = config if isinstance(config, EngineSetup) else resolve_engine(config)
+    setup = dataclasses.replace(setup, config=with_tiers_seed(setup.config))
     make_scheduler = load_scheduler_class(setup.config.scheduler.scheduler_cls)
     capacity = None
     if setup.config.parallel.executor != "ray":  # nothing is known of other machines before their ranks have measured
@@ -73,7 +77,8 @@ def build_engine_core(
     for sentence in settings_without_effect(setup.config):
         logger.warning("%s", sentence)
     clock = clock or SystemClock()
-    executor = build_executor(setup, capacity, pin_threads, on_death, ray_group)
+    tier = open_tier(setup)
+    executor = inner = build_executor(setup, capacity, pin_threads, on_death, ray_group)
     if wrap_executor is not None:
         executor = wrap_executor(executor, options_of(setup).max_rows)
     try:
@@ -81,6 +86,10 @@ def build_engine_core(
     except BaseException:
         executor.shutdown()
         raise
+    if tier is not None:
+        worker = inner.worker if isinstance(inner, InProcessExecutor) else None
+        assert isinstance(worker, Worker), "the settings were checked"
+        tier.attach(worker.kv_memory())
     options = options_of(setup)
     try:
         publisher = _make_publisher(setup, capacity.block_size, replica)
@@ -89,7 +98,7 @@ def build_engine_core(
         raise
     lora = setup.config.model.lora
     preparations = ExecutorPreparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
-    scheduler = _make_scheduler(make_scheduler, setup, capacity, clock, preparations)
+    scheduler = _make_scheduler(make_scheduler, setup, capacity, clock, preparations, tier)
     load_s = time.perf_counter() - begin_s
     _log(setup, capacity, load_s)
     sizes = EngineSizes(
@@ -115,6 +124,7 @@ def build_engine_core(
         encoder=setup.encoder,
         crosses=setup.crosses,
         recorder=recorder,
+        tier=tier,
     )
     if publisher is not None:
         core.subscribe_to_cache(publisher.note, publisher.close)
@@ -129,7 +139,12 @@ def _make_publisher(setup: EngineSetup, block_size: int, replica: int) -> KVEven
 
 
 def _make_scheduler(
-    make: type[Scheduler], setup: EngineSetup, capacity: KVCapacity, clock: Clock, preparations: Preparations
+    make: type[Scheduler],
+    setup: EngineSetup,
+    capacity: KVCapacity,
+    clock: Clock,
+    preparations: Preparations,
+    tier: KVTier | None,
 ) -> SchedulerInterface:
     """Return the scheduler, which writes a recording if the settings ask for one."""
     debug, options = setup.config.debug, options_of(setup)
@@ -144,6 +159,7 @@ def _make_scheduler(
         num_host_blocks=capacity.num_host_blocks,
         encoder_decoder=setup.crosses,
         preparations=noted or preparations,
+        **({} if tier is None else {"tier": tier}),  # a scheduler of one's own need not know it
     )
     if debug.record is None:
         return scheduler

@@ -145,6 +145,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     _check_encoder(config, model, device.is_host, drafting is not None)
     _check_latent(config, model, device.is_host, kernels)
     _check_states(config, model, device.is_host and kernels != "triton", drafting is not None)
+    _check_tier(config, model, device.is_host)
     if drafting is not None and not tasks.generates:
         raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
     return EngineSetup(
@@ -228,6 +229,20 @@ def _check_states(config: EngineConfig, model: Model, has_kernels: bool, drafts:
         raise ConfigError(
             f"kv_cache_dtype={config.cache.kv_cache_dtype!r}: {what}, whose states are kept in the compute dtype, "
             f"{config.model.dtype!r}; take 'auto'"
+        )
+
+
+def _check_tier(config: EngineConfig, model: Model, is_on_host: bool) -> None:
+    """Raise ConfigError for what does not go with files of KV blocks."""
+    if config.cache.kv_tier is None:
+        return
+    if not is_on_host:
+        raise ConfigError("kv_tier does not go with a GPU yet: leave it out, or take device='cpu'")
+    if [group.kind for group in model.kv_groups] != [KVGroupKind.FULL]:
+        kinds = ", ".join(sorted({group.kind.value for group in model.kv_groups})) or "no"
+        raise ConfigError(
+            f"kv_tier: models of architecture {model.spec.architecture!r} have {kinds} attention, and blocks are kept "
+            "only of models whose layers all attend to every earlier token: leave it out"
         )
 
 

@@ -171,6 +171,14 @@ class CacheConfig:
     kv_events_config: Annotated[
         KVEventsConfig, Setting("Publish what changes in the prefix cache, for a router in front of several servers.")
     ] = field(default_factory=KVEventsConfig)
+    kv_tier: Annotated[
+        str | None,
+        Setting(
+            "Keep KV blocks in files, too, which outlive the pool and the server: disk=FOLDER:SIZE, such as "
+            "disk=/var/cache/pagoda:64GiB.",
+            unset="off",
+        ),
+    ] = None
     watermark: Annotated[
         float, Setting("Fraction of the KV blocks that must stay free when a request is admitted while others run.")
     ] = 0.01

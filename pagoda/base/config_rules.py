@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.config import PARTS, EngineConfig, PreemptionMode, PrefillConfig, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import ConfigError
+from pagoda.base.kv_tier import read_kv_tier
 from pagoda.base.ranks import MAX_RANKS
 from pagoda.base.registry import nearest
 from pagoda.base.setting import DescribedSetting, describe_settings
@@ -40,6 +41,7 @@ def check_settings(config: EngineConfig) -> None:
             "take kernels='auto', or leave batch_invariant out"
         )
     _check_ranks(config)
+    _check_tier(config)
     if config.debug.record is not None and server.data_parallel_size > 1:
         raise ConfigError(
             f"record goes with one engine, and data_parallel_size={server.data_parallel_size}: leave one of them out"
@@ -94,6 +96,24 @@ def _check_ranks(config: EngineConfig) -> None:
             f"{size} does not go with speculative_config.method='layer_skip', whose drafts run layers of the model "
             "itself; take 'ngram', 'suffix' or 'draft_model'"
         )
+
+
+def _check_tier(config: EngineConfig) -> None:
+    """Check the setting `kv_tier`, and what does not go with it."""
+    tier, parallel = config.cache.kv_tier, config.parallel
+    if tier is None:
+        return
+    read_kv_tier(tier)
+    if not config.cache.enable_prefix_caching:
+        raise ConfigError("kv_tier needs enable_prefix_caching: turn that on, or leave kv_tier out")
+    if parallel.executor != "in_process":
+        raise ConfigError(
+            f"kv_tier goes with one worker in the engine's process, not with tensor_parallel_size="
+            f"{parallel.tensor_parallel_size}, pipeline_parallel_size={parallel.pipeline_parallel_size} and the "
+            f"executor {parallel.executor!r}: leave it out, or take data_parallel_size"
+        )
+    if config.debug.record is not None:
+        raise ConfigError("kv_tier does not go with record, which would have to hold what it found: leave one out")
 
 
 def _check_fields(settings: object, group: str = "") -> None:

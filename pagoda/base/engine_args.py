@@ -76,6 +76,7 @@ class EngineArgs:
     kv_cache_dtype: str | None = None
     enable_prefix_caching: bool | None = None
     kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None
+    kv_tier: str | PathLike[str] | None = None
     watermark: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None

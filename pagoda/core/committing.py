@@ -52,6 +52,8 @@ def commit(
     if state.table.has_pinned_rows:
         for request in state.table.free_pinned_rows(output.step):
             state.waiting.wake(request.key)
+    oldest = state.in_flight.outputs[0].step if state.in_flight.outputs else None
+    state.kv.transfers.store_filled(state.num_steps, oldest)
     for client, parts in texts.items():
         by_client[client] = join_outputs([by_client[client], *parts] if client in by_client else parts)
     return with_events(state, by_client)

@@ -166,6 +166,20 @@ class Pinned(RequestEvent):
 
 
 @_event
+class Loaded(RequestEvent):
+    """It waited until a tier had copied blocks into the pool, where the prefix cache finds them.
+
+    num_tokens: that the tier had blocks of.   num_loaded: of these, the first ones.
+    seconds: that it waited.   why: what ended it before the last one, for people; "" if nothing did.
+    """
+
+    num_tokens: int
+    num_loaded: int
+    seconds: float
+    why: str
+
+
+@_event
 class Copied(RequestEvent):
     """Copy-on-write: block `source` was shared when the sequence had to write to it; it has `target` now."""
 
@@ -232,7 +246,17 @@ class Removed:
     tier: str = "device"
 
 
-CacheEvent = Stored | Removed
+@_event
+class TierChanged:
+    """Blocks with these hashes are found in a tier beyond the pool from now on, or no longer."""
+
+    step: int
+    time_s: float
+    stored: tuple[bytes, ...]
+    lost: tuple[bytes, ...]
+
+
+CacheEvent = Stored | Removed | TierChanged
 ClientEvent = (
     Queued
     | Routed
@@ -245,6 +269,7 @@ ClientEvent = (
     | FirstToken
     | DraftsVerified
     | Pinned
+    | Loaded
     | Copied
     | Failed
     | Ended

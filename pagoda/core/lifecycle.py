@@ -111,6 +111,7 @@ def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:
     elif request.admission < 0:
         kind = AdmitKind.NEW
     queue.remove(request)
+    state.kv.transfers.forget(request.key)
     request.held_for, request.num_adapter_skips = None, 0
     state.num_admissions += 1
     request.admission = state.num_admissions
@@ -293,6 +294,7 @@ def _remove(state: SchedulerState, request: RequestState, status: RequestStatus)
         state.swapped.remove(request)
     elif request.key in state.waiting:
         state.waiting.remove(request)
+    state.kv.transfers.forget(request.key)
     if state.preparations is not None:
         state.preparations.forget(request.spec)
     request.status = status

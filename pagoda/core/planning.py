@@ -6,6 +6,7 @@ from copy import copy
 import numpy as np
 
 from pagoda.base.errors import RequestError
+from pagoda.core.cost_model import RowWork
 from pagoda.core.events import Admitted, Swapped
 from pagoda.core.kv import CachedPrefix, exceeds
 from pagoda.core.lifecycle import finish_all, finish_one, give_row, hold, move_to_running, refuse
@@ -115,7 +116,7 @@ def _has_outgrown_pool(state: SchedulerState, request: RequestState, end: int) -
     """No preemption can help: even alone, the row could not continue."""
     if exceeds(state.kv.sizing.blocks_for_request(end, request.spec.encoder_len), state.kv.num_blocks):
         return True
-    return len(state.batch.requests) == 1 and len(request.unfinished) > 1
+    return len(state.batch.requests) == 1 and len(request.unfinished) > 1 and not state.kv.transfers
 
 
 def resume_swapped(state: SchedulerState, plan: StepPlan) -> bool:
@@ -187,6 +188,8 @@ def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reas
         state.encoder.cache.drop_all(request)
         return chunk.reason
     reason = state.kv.why_no_blocks(request, prefix, chunk.num_new, others_run=bool(state.batch.requests))
+    if reason is None and _waits_for_tier(state, request, prefix, plan):
+        reason = Reason.TRANSFER
     if reason is None:
         _enter_with_prefix(state, request, prefix, chunk, plan)
         return None
@@ -195,6 +198,18 @@ def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reas
         refuse(state, request, "needs more KV blocks than there are")
         return None
     return reason
+
+
+def _waits_for_tier(state: SchedulerState, request: RequestState, prefix: CachedPrefix, plan: StepPlan) -> bool:
+    """Begin to load what a tier has of the prompt after `prefix`, if the request then has its first token sooner."""
+    transfers = state.kv.transfers
+    count = transfers.num_after(request, prefix)
+    if not count or state.batch.num_seqs + len(transfers) >= state.config.max_num_seqs:
+        return False
+    loaded = np.array([[prefix.num_tokens], [count * state.kv.sizing.block_size]])
+    compute_s = state.costs.added_s(RowWork(*loaded))
+    step_s = state.costs.added_s(RowWork(*plan.arrays()[1:])) if plan.num_scheduled else 0.0
+    return transfers.begin(request, prefix, count, compute_s, step_s, plan.now_s)
 
 
 def _enter_with_prefix(
@@ -233,7 +248,7 @@ def _offer(
     """Offer the requests of `queue` in order. Return False if one of them has to wait, or no budget is left for it.
 
     Strict queue order: only requests that `why_skipped` holds back are passed over: with Reason.LORA all of the same
-    adapter, for this step; else one, until what it waits for wakes it.
+    adapter, for this step; else one, until what it waits for wakes it. So are those whose blocks are being loaded.
     offer: let the request in, or end it, and return None; or return why it waits.
     """
     num_skipped = 0  # adapters
@@ -263,6 +278,10 @@ def _offer(
                 refuse(state, request, never)
                 continue
         reason = why_stopped(state, request, queue, plan) or offer(state, request, plan)
+        if reason is Reason.TRANSFER:
+            hold(state, request, queue, reason, stops_queue=False)
+            queue.set_aside(request)
+            continue
         if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
             hold(state, request, queue, reason, stops_queue=True)
             return False

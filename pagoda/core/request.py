@@ -62,6 +62,7 @@ class Reason(Enum):
     ENCODER = "encoder budget or cache spent"
     GRAMMAR = "grammar not compiled yet"
     ADAPTER = "adapter not in memory (max_cpu_loras)"
+    TRANSFER = "its cached blocks are being loaded (kv_tier)"
     DELAY = "waiting for more prompts to gather"
     PARTIAL_PREFILLS = "as many prompts are mid-prefill as max_num_partial_prefills allows"
     IN_FLIGHT = "one of its tokens is still in flight"

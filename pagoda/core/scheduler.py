@@ -18,7 +18,7 @@ from pagoda.core.committing import commit, commit_failure, with_events
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.events import Fold
 from pagoda.core.finishing import finish_plan
-from pagoda.core.kv import KVGroupSpec
+from pagoda.core.kv import KVGroupSpec, KVTier
 from pagoda.core.lifecycle import add_request, end_reasons, finish_all, finish_one, queue_all_anew
 from pagoda.core.planning import admit_waiting, resume_swapped, run_running
 from pagoda.core.preemption import preempt_all
@@ -40,6 +40,7 @@ class Scheduler(SchedulerInterface):
     num_host_blocks: blocks of the swap pool, with ids from 0.
     encoder_decoder: a request's encoder input is run in its first step and read through cross-attention tables.
     preparations: of grammars and adapters, for which requests wait. None: no request needs any.
+    tier: keeps full blocks outside of the pool; None: nothing does.
     max_rows: capacity of the row table; workers size theirs by it.
     """
 
@@ -54,13 +55,13 @@ class Scheduler(SchedulerInterface):
         num_host_blocks: int = 0,
         encoder_decoder: bool = False,
         preparations: Preparations | None = None,
+        tier: KVTier | None = None,
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
         self.max_rows = config.max_rows
-        self._state = SchedulerState(
-            config, cache, kv_groups, num_blocks, max_model_len, clock, num_host_blocks, encoder_decoder, preparations
-        )
+        sizes = num_blocks, max_model_len, clock, num_host_blocks
+        self._state = SchedulerState(config, cache, kv_groups, *sizes, encoder_decoder, preparations, tier)
 
     # Requests come and go
 
@@ -93,6 +94,8 @@ class Scheduler(SchedulerInterface):
             for key in state.preparations.take_woken():
                 state.waiting.wake(key)
                 state.swapped.wake(key)
+        for key in state.kv.transfers.take_woken(plan.now_s):
+            state.waiting.wake(key)
         state.kv.pools.end_pins(plan.now_s)
         narrow_budgets(state, plan)
         if state.is_phased:
@@ -168,7 +171,7 @@ class Scheduler(SchedulerInterface):
         return self._state.kv.prefix_cache.reset()
 
     def start_over(self, *, requeue: bool = False) -> list[RequestState] | None:
-        if self._state.in_flight.outputs or (self._state.requests and not requeue):
+        if self._state.in_flight.outputs or self._state.kv.transfers or (self._state.requests and not requeue):
             return None
         requests = queue_all_anew(self._state)
         self._state.start_over()
@@ -194,6 +197,8 @@ class Scheduler(SchedulerInterface):
             num_free_states=sum(state.kv.pools.num_free[1:]),
             num_free_host_blocks=state.kv.host.pools.num_free[0],
             running_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
+            num_tier_stored=state.kv.transfers.num_stored,
+            num_tier_lost=state.kv.transfers.num_lost,
             waiting_adapters=tuple(sorted(state.waiting.adapter_names() | state.swapped.adapter_names())),
         )
 

@@ -81,7 +81,7 @@ class SchedulerInterface(Protocol):
         """Forget all that was cached or learnt, so that the next steps are planned as by a new scheduler.
 
         Return the unfinished requests in the order in which that one would be given them; None, with nothing changed,
-        while a step is in flight. Totals, events and the numbers of steps go on.
+        while a step is in flight, or a load. Totals, events and the numbers of steps go on.
         requeue: requests that run or are swapped are recomputed. Otherwise None also while a request is unfinished.
         """
         ...

@@ -14,7 +14,7 @@ from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.events import EventStream
 from pagoda.core.in_flight import StepsInFlight
-from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing
+from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing, KVTier
 from pagoda.core.policy import POLICIES, Policy, RequestQueue
 from pagoda.core.request import Reason, Request, RequestKey, RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
@@ -79,6 +79,7 @@ class SchedulerState:
         num_host_blocks: int,
         encoder_decoder: bool,
         preparations: Preparations | None,
+        tier: KVTier | None = None,
     ) -> None:
         config.check(max_model_len)
         if num_blocks < 1:
@@ -115,7 +116,7 @@ class SchedulerState:
             track_in_flight=has_windows or config.encoder_budget > 0,
             expect_tokens=is_async,
         )
-        self.kv = KVCacheManager(self.table, sizing, num_blocks, num_host_blocks, cache, config, self.events)
+        self.kv = KVCacheManager(self.table, sizing, num_blocks, num_host_blocks, cache, config, self.events, tier)
         self.drafts = Drafts(self.table, self.events)
         self.encoder = EncoderInputs(
             self.table,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagoda.core.events import Admitted, DraftsVerified, Encoded, Event, FirstToken, Preempted, Swapped
+from pagoda.core.events import Admitted, DraftsVerified, Encoded, Event, FirstToken, Loaded, Preempted, Swapped
 from pagoda.core.request import AdmitKind
 
 
@@ -11,6 +11,7 @@ class SchedulerStats:
     """Totals since the start, and gauges at the moment of a snapshot.
 
     prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
+    tier_queries, tier_hits: tokens that a tier had and was asked for, and those that it loaded.
     encoder_queries, encoder_hits: images and audio looked up for chunks that were placed, and those whose outputs were
     cached or are made for another item of the step; a request that computes its prompt again looks them up again.
     prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted: no event
@@ -22,11 +23,14 @@ class SchedulerStats:
     their own: a grammar, an adapter, a token in flight, or room for one more adapter in the batch.
     num_states, num_free_states: blocks of recurrent states, which have a pool of their own next to attention's; else 0.
     kv_usage: share of the pool that is referenced, 0 to 1; of two pools, the larger share.
+    num_tier_stored, num_tier_lost: blocks that a tier was given, and that it has no more, since the start.
     running_adapters, waiting_adapters: names of the LoRA adapters of these requests; swapped ones wait.
     """
 
     prefix_queries: int = 0
     prefix_hits: int = 0
+    tier_queries: int = 0
+    tier_hits: int = 0
     encoder_queries: int = 0
     encoder_hits: int = 0
     preemptions: int = 0
@@ -47,6 +51,8 @@ class SchedulerStats:
     num_states: int = 0
     num_free_states: int = 0
     num_free_host_blocks: int = 0
+    num_tier_stored: int = 0
+    num_tier_lost: int = 0
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
 
@@ -63,6 +69,9 @@ class SchedulerStats:
             case Admitted(num_cached=int(num_cached)) if event.kind is AdmitKind.NEW:
                 self.prefix_queries += event.num_tokens
                 self.prefix_hits += num_cached
+            case Loaded():
+                self.tier_queries += event.num_tokens
+                self.tier_hits += event.num_loaded
             case FirstToken():
                 self.prompt_tokens += event.num_prompt_tokens
             case Preempted():
@@ -88,4 +97,4 @@ class SchedulerStats:
                 per_pos[position] += 1
 
 
-_COUNTED = frozenset((Admitted, FirstToken, Preempted, Swapped, Encoded, DraftsVerified))  # most events are not
+_COUNTED = frozenset((Admitted, FirstToken, Loaded, Preempted, Swapped, Encoded, DraftsVerified))  # most events are not

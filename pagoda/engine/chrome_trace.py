@@ -21,6 +21,7 @@ from pagoda.core.events import (
     FirstToken,
     Held,
     Limited,
+    Loaded,
     Pinned,
     Preempted,
     Queued,
@@ -120,6 +121,8 @@ class ChromeTrace:
                 self._mark(track, f"limited: {event.reason.value}", now_us)
             case Swapped():
                 self._mark(track, "swapped out" if event.to_host else "swapped in", now_us, blocks=event.num_blocks)
+            case Loaded():
+                self._mark(track, "loaded from a tier", now_us, tokens=event.num_loaded, of=event.num_tokens)
             case FirstToken():
                 self._mark(track, "first token", now_us)
             case Failed():

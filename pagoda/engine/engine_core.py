@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +38,18 @@ class _InFlight:
     future: "Future[ModelRunnerOutput]"
 
 
+class EngineTier(Protocol):
+    """What the loop asks of a tier that the scheduler has."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when blocks have been loaded, at once if none are being loaded, or after `timeout_s`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the pool."""
+        ...
+
+
 class EngineCore:
     """Runs requests and returns their tokens. Not thread-safe: only one thread may call it.
 
@@ -59,6 +71,7 @@ class EngineCore:
         encoder: Encoder | None = None,
         crosses: bool = False,
         recorder: FlightRecorder | None = None,
+        tier: "EngineTier | None" = None,
     ) -> None:
         """pipeline_depth: most steps in flight at once.   executor: already started.
 
@@ -68,7 +81,7 @@ class EngineCore:
         embeds_size: elements of a prompt embedding; 0 if prompts cannot be given as embeddings.
         encoder: of the model, which knows the media items that it reads; None if it reads none.
         crosses: it is of an encoder-decoder model.
-        recorder: what records which requests are in a step, None without one.
+        recorder: what records which requests are in a step, None without one.   tier: that of the scheduler.
         """
         self.sizes = sizes
         self.strip = StepStrip(executor, recorder)
@@ -77,11 +90,12 @@ class EngineCore:
         self.scheduler_s = 0.0
         """Seconds that planning and committing steps have taken."""
         self.idle_s = 0.0
-        """Seconds that `step` waited because all requests did, for a grammar or an adapter."""
+        """Seconds that `step` waited because all requests did, for a grammar, an adapter or blocks of a tier."""
         self._clock = clock
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
         self._preparations = preparations
+        self._tier = tier
         self._embeds_size = embeds_size
         self._encoder, self._crosses = encoder, crosses
         self._waits_for_drafts = waits_for_drafts
@@ -165,6 +179,8 @@ class EngineCore:
                 outputs = self._scheduler.update_from_output(output, None)
                 if not outputs and self._preparations is not None:
                     self._preparations.wait(_PREPARATION_WAIT_S)
+                if not outputs and self._tier is not None:
+                    self._tier.wait(_PREPARATION_WAIT_S)
                 self.idle_s += self._clock.now() - planned_s
                 return self._with_time(outputs)
             if not output.is_empty and self._may_schedule():
@@ -278,6 +294,8 @@ class EngineCore:
     def shutdown(self) -> None:
         """Shut down the executor; drop steps in flight. Idempotent."""
         self._in_flight.clear()
+        if self._tier is not None:
+            self._tier.close()
         self._executor.shutdown()
         while self._closes:
             self._closes.pop()()

@@ -173,7 +173,8 @@ class EngineStats(SchedulerStats):
 
 
 _COUNTERS = (
-    *("prefix_queries", "prefix_hits", "encoder_queries", "encoder_hits", "preemptions", "swap_outs", "prompt_tokens"),
+    *("prefix_queries", "prefix_hits", "tier_queries", "tier_hits", "num_tier_stored", "num_tier_lost"),
+    *("encoder_queries", "encoder_hits", "preemptions", "swap_outs", "prompt_tokens"),
     *("generation_tokens", "drafts", "drafted_tokens", "accepted_tokens", "accepted_tokens_per_pos"),
     *("num_steps", "step_s", "scheduler_s", "adapters_read", "adapters_dropped"),
 )

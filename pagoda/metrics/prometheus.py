@@ -226,6 +226,8 @@ class ServerMetrics:
             ("num_swap_outs", "Requests whose KV was moved to host memory.", stats.swap_outs),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),
+            ("external_prefix_cache_queries", "Tokens that a KV tier was asked to load.", stats.tier_queries),
+            ("external_prefix_cache_hits", "Tokens that a KV tier loaded.", stats.tier_hits),
             ("mm_cache_queries", "Images and audio looked up in the encoder cache.", stats.encoder_queries),
             ("mm_cache_hits", "Images and audio found there, not encoded again.", stats.encoder_hits),
             ("spec_decode_num_drafts", "Drafts verified.", stats.drafts),
@@ -260,6 +262,8 @@ class ServerMetrics:
         loras = {"read": stats.adapters_read, "dropped": stats.adapters_dropped}
         of_loras = "LoRA adapters that were read from disk, and that were dropped from memory for another one."
         yield _labelled(self._values, "vllm:lora_adapter_events", of_loras, "event", loras)
+        tier = {"stored": stats.num_tier_stored, "lost": stats.num_tier_lost}
+        yield _labelled(self._values, "vllm:kv_tier_blocks", "Blocks that a KV tier has got, and lost.", "event", tier)
         rejected = "Requests rejected by admission, by reason."
         yield _labelled(self._values, "vllm:admission_rejections", rejected, "reason", counts["refused"])
         routed = "Requests sent to one of several replicas, by why to that one; again when that has ended."

@@ -9,6 +9,7 @@ from pagoda.core.events import (
     FirstToken,
     Held,
     Limited,
+    Loaded,
     Pinned,
     Preempted,
     Queued,
@@ -65,6 +66,9 @@ def in_words(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> s
             return f"preempted for {'itself' if is_own else known or 'another request'}: {_lost(event)}"
         case FirstToken():
             return "first token"
+        case Loaded(num_tokens=asked, num_loaded=loaded, seconds=seconds, why=why):
+            tokens = f"{loaded} of {_count(asked, 'token')}" if loaded < asked else _count(asked, "token")
+            return f"{tokens} loaded from its KV tier in {seconds:.2f} s{f': {why}' if why else ''}"
         case Pinned(num_blocks=num_blocks, ttl_s=ttl_s):
             return f"keeps {_count(num_blocks, 'block')} in the prefix cache for {_count(ttl_s, 'second')}"
         case Failed(message=message):

@@ -46,6 +46,7 @@ class CacheEngine:
         self.swap_s = 0.0
         layers: dict[int, KVLayer] = {}
         self._pools: list[_Pool] = []
+        self._planes: list[torch.Tensor] = []  # of the first pool
         counts = (num_blocks, num_host_blocks), (num_states, num_host_states)
         after = after_host = 0
         for of_pool, (count, host_count) in zip(by_pool(groups), counts, strict=False):
@@ -53,6 +54,7 @@ class CacheEngine:
                 planes = _add_states(layers, of_pool, count + 1, dtype, device)
             else:
                 planes = _add_pages(layers, of_pool, count + 1, block_size, dtype, device)
+            self._planes = self._planes or planes
             blocks, host = make_blocks(planes), None
             if host_count > 0 and planes:
                 # Host block ids start at 1, like the device's, so the host pool also has a block 0.
@@ -62,6 +64,13 @@ class CacheEngine:
         if sorted(layers) != list(range(len(layers))):
             raise ConfigError(f"KV groups must name every layer once, got layers {sorted(layers)}")
         self.layers = [layers[layer] for layer in sorted(layers)]
+
+    def host_memory(self) -> list[np.ndarray]:
+        """Return the memory of the first pool, of a device that is the host: uint8 [num_blocks + 1, bytes per block].
+
+        One array for each of its planes, in the same order for the same layers and shapes.
+        """
+        return [plane.view(torch.uint8).numpy() for plane in self._planes]
 
     def apply(self, output: SchedulerOutput) -> None:
         """Run the step's swaps out, then swaps in, then block copies; set `swap_s`.

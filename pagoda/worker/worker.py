@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from pagoda.base.errors import CapacityError, ConfigError, RequestError, StepTooLarge, WorkerDied
@@ -43,6 +44,7 @@ class Worker:
         """ranks: those that share the layers with this one, at `config.place`."""
         self._config, self._ranks = config, ranks
         self._runner: ModelRunner | None = None
+        self._cache: CacheEngine | None = None
         self._loaded: LoadedModel | None = None
         # Made before `load` pins the calling thread.
         self._mask_thread = host_pool(1, "pagoda-masks")
@@ -144,7 +146,7 @@ class Worker:
         loaded = self._model()
         begin_s = time.perf_counter()
         cache = self._make_cache(loaded, num_blocks, num_host_blocks, num_states, num_host_states)
-        self._runner = self._make_runner(loaded, cache)
+        self._runner, self._cache = self._make_runner(loaded, cache), cache
         self._runner.warm_up()
         logger.info(
             "worker ready on %s: %s kernels, %d threads, KV pools in %.2f s",
@@ -246,6 +248,12 @@ class Worker:
         if self._config.grammars is not None:
             self._config.grammars.drop(grammar)
 
+    def kv_memory(self) -> list[np.ndarray]:
+        """Return the memory of the KV pool: see CacheEngine.host_memory. Raises WorkerDied before `set_pools`."""
+        if self._cache is None:
+            raise WorkerDied("the worker has no KV pool")
+        return self._cache.host_memory()
+
     @property
     def store(self) -> AdapterStore | None:
         """The adapters in memory; None if requests cannot have one."""
@@ -291,7 +299,7 @@ class Worker:
         self._reading_thread.shutdown(wait=False, cancel_futures=True)
         if self._runner is not None:
             self._runner.shutdown()
-        self._runner = self._loaded = None
+        self._runner = self._loaded = self._cache = None
         return_freed_memory()
 
 

@@ -12,8 +12,8 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, SchedulingPolicy
 from pagoda.base.errors import RequestError
-from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event, Removed, Stored
-from pagoda.core.kv import BlockCounts, KVGroupSpec, exceeds
+from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event, Removed, Stored, TierChanged
+from pagoda.core.kv import BlockCounts, KVGroupSpec, KVTier, exceeds
 from pagoda.core.request import AdmitKind, Reason, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -127,7 +127,7 @@ def truth_of(request: Request, sequence: int, max_model_len: int) -> list[int]:
 class Traffic:
     """Every method leaves with all checked that docs/reference/scheduler-contract.md says always holds."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, tier: KVTier | None = None) -> None:
         self.setting = setting
         self.clock = VirtualClock()
         self.readiness = Readiness()
@@ -141,6 +141,7 @@ class Traffic:
             num_host_blocks=setting.num_host_blocks,
             encoder_decoder=setting.encoder_decoder,
             preparations=self.readiness,
+            tier=tier,
         )
         kv = self.scheduler._state.kv
         num_blocks, num_host_blocks = sum(kv.num_blocks), sum(kv.host.pools.num_blocks)
@@ -168,6 +169,8 @@ class Traffic:
     def _note(self, event: Event) -> None:
         if isinstance(event, Stored | Removed):
             self.cache_events.note(event)
+        elif isinstance(event, TierChanged):
+            pass
         else:
             self.events.append(event)
             self.unreceived[event] += 1
@@ -250,7 +253,8 @@ class Traffic:
     def plan(self, choose_failure: Callable[[SchedulerOutput], Failure | None] = lambda _: None) -> SchedulerOutput:
         """Plan one step and execute it; its result is not back yet. It fails as `choose_failure` says."""
         assert len(self.in_flight) < self.depth
-        queue = [one for one in self.scheduler.waiting_ids() if self.requests[one].key not in self.readiness.missing]
+        not_ready = self.readiness.missing.keys() | self.scheduler._state.kv.transfers.keys()
+        queue = [one for one in self.scheduler.waiting_ids() if self.requests[one].key not in not_ready]
         ended = self._ended_while_planning()
         output = self.scheduler.schedule()
         self.ignored = {request_id for request_id, _ in self._ended_while_planning() - ended}
@@ -518,7 +522,9 @@ class Traffic:
         fcfs = config.scheduling_policy is SchedulingPolicy.FCFS
         if fcfs and not config.max_loras and config.pipeline_depth == 1:
             entered = {init.request_id for init in output.admitted if init.request_id in queue}
-            stayed = [request_id for request_id in queue if request_id in self.scheduler.waiting_ids()]
+            loading = self.scheduler._state.kv.transfers.keys()
+            waits = [one for one in self.scheduler.waiting_ids() if self.requests[one].key not in loading]
+            stayed = [request_id for request_id in queue if request_id in waits]
             assert not stayed or not entered or max(map(queue.index, entered)) < queue.index(stayed[0]), (
                 "a request was overtaken"
             )
@@ -558,6 +564,7 @@ class Traffic:
                 # A worker keeps entries that a window has left, and a fork's copy of its source's reserved slots.
                 assert len(entries) <= len(mirrored)
                 assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
+        named.update(kv.transfers.held_blocks.tolist())
         assert kv.num_free == sum(kv.num_blocks) - len(named)
         for block, count in enumerate(kv.pools.ref_count.tolist()):
             assert count == named[block], f"block {block}: {count} references, {named[block]} entries"

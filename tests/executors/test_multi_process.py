@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pagoda.assembly import rank_process
+from pagoda.assembly import identity
 from pagoda.assembly.engine_setup import resolve_engine
-from pagoda.assembly.rank_process import kernels_of
+from pagoda.assembly.identity import kernels_of
 from pagoda.base.config import EngineConfig, ModelConfig, ParallelConfig
 from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.base.server_config import ServerConfig
@@ -258,7 +258,7 @@ def test_a_rank_names_the_variant_of_its_kernels(monkeypatch: pytest.MonkeyPatch
         for kernels in ("native", "torch")
     )
     assert kernels_of(native) == f"native for {library.load().isa}"
-    monkeypatch.setattr(rank_process, "cpu_flags", lambda: {"sse4_2"})
+    monkeypatch.setattr(identity, "cpu_flags", lambda: {"sse4_2"})
     assert kernels_of(torch) == "torch on portable"
 
 

@@ -3,6 +3,7 @@
 manager.py        KVCacheManager, which the scheduler asks: admission, and what concerns several of its parts
 block_tables.py   BlockTables: gives blocks to rows, shares them (copy-on-write), frees what windows have left
 prefix_cache.py   PrefixCache: hashes of full blocks, and the blocks found by them
+transfers.py      Transfers: blocks that a tier beyond the pools loads, or is given to keep
 host_tier.py      HostTier: KV of swapped requests, in host memory
 block_pool.py     BlockPools: reference counts and free blocks of one memory tier
 sizing.py         KVGroupSpec: what layers ask for; how many blocks things need: pure functions
@@ -27,17 +28,21 @@ from pagoda.core.kv.sizing import (
     layers_per_block,
     prefix_group,
 )
+from pagoda.core.kv.transfers import FilledBlock, KVTier, Load
 
 __all__ = [
     "STATE_WINDOW",
     "BlockCounts",
     "BlockTables",
     "CachedPrefix",
+    "FilledBlock",
     "KVCacheManager",
     "KVGroupKind",
     "KVGroupSpec",
     "KVShape",
     "KVSizing",
+    "KVTier",
+    "Load",
     "block_sizes",
     "by_pool",
     "exceeds",

@@ -347,15 +347,18 @@ class BlockTables:
 
     # Invariants
 
-    def check(self, rows: np.ndarray) -> None:
-        """Check reference counts, and who may write, of the running `rows`. Raises InvariantBroken."""
-        self._check_references(rows)
+    def check(self, rows: np.ndarray, others: np.ndarray) -> None:
+        """Check reference counts, and who may write, of the running `rows`. Raises InvariantBroken.
+
+        others: blocks that something else references, as often as it does.
+        """
+        self._check_references(rows, others)
         self._check_writers(rows)
 
-    def _check_references(self, rows: np.ndarray) -> None:
-        """Every block's count equals the number of table entries naming it."""
+    def _check_references(self, rows: np.ndarray, others: np.ndarray) -> None:
+        """Every block's count equals the number of table entries, and of others, naming it."""
         ref_count = self.pools.ref_count
-        counted = np.zeros(len(ref_count), np.int64)
+        counted = np.bincount(others, minlength=len(ref_count))
         for group, entries in zip(self.groups, self.entries, strict=True):
             held = entries[rows][np.arange(entries.shape[1]) < self.used(group)[rows][:, None]]
             counted += np.bincount(held, minlength=len(counted))

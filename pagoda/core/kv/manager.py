@@ -11,6 +11,7 @@ from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.host_tier import HostTier
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVSizing, blocks_for, exceeds
+from pagoda.core.kv.transfers import KVTier, Transfers
 from pagoda.core.request import Reason, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -20,7 +21,7 @@ class KVCacheManager:
     """Blocks for rows: device pools, prefix cache and host tier.
 
     num_blocks: usable device blocks of each pool; block 0 is the null block.
-    pools, tables, prefix_cache, host: its parts, for what concerns one of them alone.
+    pools, tables, prefix_cache, host, transfers: its parts, for what concerns one of them alone.
     A model without KV groups (an encoder) never needs a block, and nothing of it is cached.
     """
 
@@ -33,6 +34,7 @@ class KVCacheManager:
         cache: CacheConfig,
         options: SchedulerOptions,
         events: EventStream,
+        tier: KVTier | None = None,
     ) -> None:
         self.sizing = sizing
         self.pools = BlockPools(sizing.pool_sizes(num_blocks))
@@ -49,6 +51,7 @@ class KVCacheManager:
         )
         self.tables = BlockTables(table, entries, self.pools, self.prefix_cache, sizing)
         self.host = HostTier(table, self.tables, sizing, num_host_blocks)
+        self.transfers = Transfers(tier, self.tables, self.prefix_cache, sizing.block_size, events)
         self._events = events
 
     @property
@@ -241,6 +244,7 @@ class KVCacheManager:
         # A hit needs the last run of a window: the first blocks alone would not be found.
         if num_pinned := self.pools.pin(self.tables.in_order(row), request.pin, partly=not self.tables.windows):
             self._events.write(Pinned, request, sequence.index, num_pinned, request.pin.ttl_s)
+            self.transfers.keep(self.prefix_cache.hash_tokens(sequence).hashes, request.pin)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
@@ -258,7 +262,7 @@ class KVCacheManager:
         self.pools.check()
         self.host.check()
         self.prefix_cache.check()
-        self.tables.check(rows)
+        self.tables.check(rows, self.transfers.held_blocks)
 
 
 def _sum(counts: BlockCounts, others: BlockCounts) -> BlockCounts:

@@ -8,11 +8,12 @@ hashes is for.
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from pagoda.core.request import LoraRef, MediaItem, PromptEmbeds, Request, Seque
 from pagoda.core.request_table import RequestTable
 
 _TOKEN_BYTES = 4
+
+KnownBlock: TypeAlias = tuple[int, bytes]
+"""The KV group and the hash of a block. A block that is filled again is known by another object."""
 
 
 def _sized(*parts: bytes) -> bytes:
@@ -137,7 +141,10 @@ class PrefixCache:
     num_cached: int32 [rows], leading hashed blocks of each row that were inserted into the cache.
     enabled: whether prefix caching is on (never for encoder-decoder models: their KV depends on the encoder's input).
     seed: of the hashes; None draws a secret one.
+    note_filled: told of each block that a request fills, when the step that does is planned; None: nobody asks.
     """
+
+    note_filled: Callable[[Request, int, KnownBlock], None] | None = None
 
     def __init__(
         self,
@@ -164,13 +171,13 @@ class PrefixCache:
         self._per_block = [group.block_size // sizing.block_size for group in sizing.groups]  # hashes
         self._blocks: list[dict[bytes, int]] = [{} for _ in sizing.groups]
         self._twins: list[dict[bytes, list[int]]] = [{} for _ in sizing.groups]
-        self._hash_of: dict[int, tuple[int, bytes]] = {}
+        self._hash_of: dict[int, KnownBlock] = {}
         self._chains: dict[Sequence, HashChain] = {}
 
     # Hashes and blocks
 
-    def insert(self, group: int, hashes: list[bytes], blocks: list[int]) -> None:
-        """`blocks[i]` now holds what `hashes[i]` says. Null blocks (0) and known blocks are skipped."""
+    def insert(self, group: int, hashes: list[bytes], blocks: list[int]) -> list[int]:
+        """`blocks[i]` now holds what `hashes[i]` says. Null blocks (0) and known blocks are skipped. Return the others."""
         table, hash_of = self._blocks[group], self._hash_of
         inserted: list[int] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
@@ -182,19 +189,45 @@ class PrefixCache:
             inserted.append(block)
         if inserted:
             self._pools.note_content(inserted)
+        return inserted
 
-    def _write_stored(self, row: int, group: KVGroup, first_block: int, hashes: list[bytes], blocks: list[int]) -> None:
-        """Write which of the row's blocks, from `first_block` on, are new to the cache. They are not in it yet."""
-        table, sequence = self._blocks[group.index], self._table.owner(row)
+    def insert_loaded(
+        self, sequence: Sequence, first_block: int, hashes: list[bytes], blocks: list[int], parent: bytes | None
+    ) -> None:
+        """`insert` what was loaded for a sequence without a row, of the first KV group: its blocks from a number on.
+
+        parent: the hash before the first, if there is one.
+        """
+        if self._events.cache_folds:
+            spec = sequence.request.spec
+            self._write_stored(spec, sequence.token_ids, self._sizing.groups[0], first_block, hashes, blocks, parent)
+        self.insert(0, hashes, blocks)
+
+    def holds(self, block: int, known: KnownBlock) -> bool:
+        """Whether the block still holds what it held when it became known as this object. (May be asked by threads.)"""
+        return self._hash_of.get(block) is known
+
+    def _write_stored(
+        self,
+        request: Request,
+        token_ids: np.ndarray,
+        group: KVGroup,
+        first_block: int,
+        hashes: list[bytes],
+        blocks: list[int],
+        parent: bytes | None,
+    ) -> None:
+        """Write which of a sequence's blocks, from `first_block` on, are new to the cache. They are not in it yet."""
+        table = self._blocks[group.index]
         is_new = [block != 0 and one not in table for one, block in zip(hashes, blocks, strict=True)]
         for first, end in np.diff([False, *is_new, False]).nonzero()[0].reshape(-1, 2).tolist():  # runs of them
             begin, size = first_block + first, group.block_size
-            parent = self._chains[sequence].hashes[begin * self._per_block[group.index] - 1] if begin else None
-            tokens = self._table.token_ids[row, begin * size : (first_block + end) * size].tobytes()
-            about = tuple(hashes[first:end]), parent, sequence.request.spec, begin * size, tokens
+            before = hashes[first - 1] if first else parent
+            tokens = token_ids[begin * size : (first_block + end) * size].tobytes()
+            about = tuple(hashes[first:end]), before, request, begin * size, tokens
             self._events.write_cache(Stored(*self._events.now(), group.index, *about))
 
-    def _write_removed(self, hashes: Iterable[tuple[int, bytes]]) -> None:
+    def _write_removed(self, hashes: Iterable[KnownBlock]) -> None:
         """Write which hashes, each with its group, no block has any more."""
         by_group: dict[int, list[bytes]] = {}
         for group, block_hash in hashes:
@@ -204,7 +237,7 @@ class PrefixCache:
 
     def remove(self, blocks: Iterable[int]) -> None:
         """These blocks are about to hold something else."""
-        removed: list[tuple[int, bytes]] = []
+        removed: list[KnownBlock] = []
         for block in blocks:
             known = self._hash_of.pop(block, None)
             if known is None:
@@ -308,7 +341,7 @@ class PrefixCache:
         table = self._table
         sequence = table.sequence_of[row]
         chain = self._chains.get(sequence) if sequence is not None else None
-        if chain is None:
+        if sequence is None or chain is None:
             return
         filled = min(num_computed, int(table.num_tokens[row]))
         first, last = int(self.num_cached[row]), filled // self._sizing.block_size
@@ -321,8 +354,12 @@ class PrefixCache:
             blocks = self._entries[group.index][row, begin:end].tolist()
             hashes = chain.hashes[(begin + 1) * per_block - 1 : last : per_block]
             if self._events.cache_folds:
-                self._write_stored(row, group, begin, hashes, blocks)
-            self.insert(group.index, hashes, blocks)
+                parent = chain.hashes[begin * per_block - 1] if begin else None
+                self._write_stored(sequence.request.spec, table.token_ids[row], group, begin, hashes, blocks, parent)
+            inserted = self.insert(group.index, hashes, blocks)
+            if self.note_filled is not None:
+                for block in inserted:
+                    self.note_filled(sequence.request.spec, block, self._hash_of[block])
         self.num_cached[row] = last
 
     def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:

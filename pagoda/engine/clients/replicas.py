@@ -26,6 +26,7 @@ from pagoda.engine.clients.client_outputs import ClientOutputs, Sink, Sinks
 from pagoda.engine.clients.journal import JournalEntry, error_outputs
 from pagoda.engine.clients.process_client import ENGINE_MODULE, ProcessClient
 from pagoda.engine.clients.router import PrefixIndex, RoutedBecause, Router
+from pagoda.tier import tiers_seed
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -46,10 +47,11 @@ class Replicas(ClientOutputs):
         """As for ProcessClient."""
         super().__init__()
         self._sinks = Sinks(self._outputs.put_nowait)
-        if config.debug.prefix_hash_seed is None:  # one for all, so that hashes say which of them has a prefix
-            config = replace(config, debug=replace(config.debug, prefix_hash_seed=secrets.randbits(64)))
-        assert config.debug.prefix_hash_seed is not None
-        self._hash_seed = config.debug.prefix_hash_seed
+        seed = tiers_seed(config)  # one for all, so that hashes say which of them has a prefix
+        if seed is None:
+            seed = secrets.randbits(64)
+            config = replace(config, debug=replace(config.debug, prefix_hash_seed=seed))
+        self._hash_seed = seed
         self._block_size = self._hit_size = config.cache.block_size  # of hashed blocks; tokens after which hits end
         self._prefixes = PrefixIndex()
         scheduler = config.scheduler

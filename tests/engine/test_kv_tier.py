@@ -1,0 +1,215 @@
+"""A model with blocks in files: whatever is found there or goes wrong, each request gets the tokens it gets alone."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.cost_model import CostModel
+from pagoda.engine.engine_core import EngineCore
+from pagoda.tier.records import Records
+from tests.engine.driver import Answers, drive, request, write_tiny_llama
+from tests.engine.test_schedules_agree import BASE, traffic
+
+SMALL = {**BASE, "num_blocks": 40}
+PROMPT = [*range(10, 90)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), 3)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read although computing with so small a model takes no longer."""
+    monkeypatch.setattr(CostModel, "added_s", lambda *_: 0.0)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[tuple[str, int], list[int]]:
+    return run(engine(model)).tokens
+
+
+def engine(model: Path, folder: Path | None = None, size: str = "1GiB", **options: Any) -> EngineCore:
+    tier = {} if folder is None else {"kv_tier": f"disk={folder}:{size}"}
+    return build_engine_core(EngineConfig.from_options(model=str(model), **{**SMALL, **tier, **options}))
+
+
+def run(core: EngineCore, on_step: Callable[[int, Answers], None] | None = None) -> Answers:
+    answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())], on_step)
+    core.shutdown()
+    return answers
+
+
+def ask(core: EngineCore, prompt: list[int] = PROMPT) -> tuple[list[int], int]:
+    """Return the answer to a prompt, and how many of its tokens were loaded."""
+    before = core.make_stats().tier_hits
+    answers = drive(core, [request(0, prompt, SamplingParams(temperature=0, max_tokens=8))])
+    return answers.tokens["r0", 0], core.make_stats().tier_hits - before
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(one for one in folder.glob("*/??/*") if one.is_file())
+
+
+@pytest.mark.usefixtures("always")
+def test_blocks_outlive_the_engine(model: Path, tmp_path: Path) -> None:
+    first = engine(model, tmp_path)
+    answer, num_loaded = ask(first)
+    assert num_loaded == 0
+    first.shutdown()
+    assert len(files_of(tmp_path)) == (len(PROMPT) + 7) // 8, "the answer's full block, too"
+    again = engine(model, tmp_path)
+    assert ask(again) == (answer, 72)
+    assert ask(again) == (answer, 0), "the pool has them now"
+    assert again.reset_prefix_cache()
+    assert ask(again) == (answer, 72)
+    again.shutdown()
+
+
+@pytest.mark.parametrize("other", [{"block_size": 16}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_other_settings_find_nothing(model: Path, tmp_path: Path, other: dict[str, Any]) -> None:
+    core = engine(model, tmp_path)
+    ask(core)
+    core.shutdown()
+    core = engine(model, tmp_path, **other)
+    assert ask(core)[1] == 0
+    core.shutdown()
+
+
+def test_other_weights_find_nothing(model: Path, tmp_path: Path) -> None:
+    core = engine(model, tmp_path / "tier")
+    ask(core)
+    core.shutdown()
+    (tmp_path / "other").mkdir()
+    core = engine(write_tiny_llama(tmp_path / "other", 4), tmp_path / "tier")
+    assert ask(core)[1] == 0
+    core.shutdown()
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_blocks": 22, "preemption_mode": "recompute"},
+        {"num_blocks": 22, "preemption_mode": "swap", "num_host_blocks": 50},
+        {"pipeline_depth": 2, "async_scheduling": True},
+        {"scheduling_mode": "phased", "max_num_batched_tokens": 128},
+        {"kv_cache_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_schedules_with_a_tier_agree(
+    model: Path, expected: dict[tuple[str, int], list[int]], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of two engines, one after the other, the second with faults in the files of the first."""
+    if "kv_cache_dtype" in options:
+        expected = run(engine(model, **options)).tokens
+    assert run(engine(model, tmp_path, **options)).tokens == expected
+    rng = random.Random(str(options))
+
+    def damage(_: int, __: Answers) -> None:
+        if (files := files_of(tmp_path)) and rng.random() < 0.3:
+            _damage(rng, rng.choice(files))
+
+    core = engine(model, tmp_path, **options)
+    assert run(core, damage).tokens == expected
+    assert core.make_stats().tier_hits
+
+
+def _damage(rng: random.Random, path: Path) -> None:
+    kind = rng.choice(["gone", "cut", "flip"])
+    if kind == "gone":
+        path.unlink(missing_ok=True)
+    elif kind == "cut":
+        os.truncate(path, rng.randrange(path.stat().st_size))
+    else:
+        data = bytearray(path.read_bytes())
+        if data:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+
+
+def test_a_folder_that_is_too_small_keeps_the_latest(model: Path, tmp_path: Path) -> None:
+    core = engine(model, tmp_path, size="20KB")
+    run(core)
+    assert sum(one.stat().st_size for one in files_of(tmp_path)) <= 20_000
+    assert core.make_stats().num_tier_lost
+
+
+def test_a_slow_disk_delays_a_request_no_longer_than_computing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = engine(model, tmp_path)
+    answer, _ = ask(core)
+    core.shutdown()
+    core = engine(model, tmp_path)
+    ask(core, [*range(90, 10, -1)])  # what computing takes is known now
+    read = Records.read
+
+    def slow(records: Records, *args: Any) -> str:
+        time.sleep(3)
+        return read(records, *args)
+
+    monkeypatch.setattr(Records, "read", slow)
+    begin_s = time.monotonic()
+    assert ask(core) == (answer, 0)
+    assert time.monotonic() - begin_s < 3
+    core.shutdown()
+
+
+def test_a_disk_that_hangs_when_writing_delays_no_step(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = engine(model, tmp_path)
+    monkeypatch.setattr(Records, "write", lambda *_: time.sleep(20))
+    begin_s = time.monotonic()
+    ask(core)
+    core.shutdown()
+    assert time.monotonic() - begin_s < 15
+    assert not files_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_tier": "host=8GiB"}, "raise kv_cache_memory"),
+        ({"kv_tier": "disk=here:8GiB"}, "absolute path"),
+        ({"kv_tier": "disk=/here"}, "write disk=FOLDER:SIZE"),
+        ({"kv_tier": "disk=/here:much"}, "is not a size"),
+        ({"kv_tier": "disk=/here:0"}, "at least 1 byte"),
+        ({"enable_prefix_caching": False}, "needs enable_prefix_caching"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"distributed_executor_backend": "fake"}, "the executor 'fake'"),
+        ({"record": "/tmp/recording"}, "does not go with record"),
+        ({"device": "cuda"}, "does not go with a GPU"),
+    ],
+)
+def test_what_does_not_go_with_a_tier_is_refused(model: Path, options: dict[str, Any], message: str) -> None:
+    given = {**SMALL, "kv_tier": "disk=/here:1GiB", **options}
+    with pytest.raises(ConfigError, match=message):
+        resolve_engine(EngineConfig.from_options(model=str(model), **given))
+
+
+@pytest.mark.parametrize(("window", "mixed"), [(12, False), (12, True)])
+def test_models_with_windows_are_refused(tmp_path: Path, window: int, mixed: bool) -> None:
+    model = write_tiny_llama(tmp_path, 3, window, mixed)
+    with pytest.raises(ConfigError, match="every earlier token"):
+        resolve_engine(EngineConfig.from_options(model=str(model), **SMALL, kv_tier="disk=/here:1GiB"))
+
+
+def test_a_folder_that_cannot_be_used_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="kv_tier: the folder .* cannot be used"):
+        engine(model, tmp_path / "file")
