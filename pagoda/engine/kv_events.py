@@ -25,7 +25,7 @@ import zmq
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.kv_events_config import KVEventsConfig, endpoint_of
-from pagoda.core.events import CacheEvent, Event, Removed, Stored
+from pagoda.core.events import Event, Removed, Stored
 from pagoda.core.kv import KVGroupKind, KVGroupSpec, block_sizes
 
 logger = logging.getLogger("pagoda")
@@ -100,7 +100,7 @@ class KVEventPublisher:
         self._replica = replica
         self._topic = config.topic.encode()
         self._max_waiting = config.max_queue_size
-        self._waiting: queue.SimpleQueue[CacheEvent | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Stored | Removed | None] = queue.SimpleQueue()
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._num_sent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -177,7 +177,7 @@ class KVEventPublisher:
             is_open = self._waiting.get() is not None
         return [AllBlocksCleared()], is_open
 
-    def _told(self, event: CacheEvent) -> _Told:
+    def _told(self, event: Stored | Removed) -> _Told:
         spec, medium = self._groups[event.group], _MEDIA[event.tier]
         hashes = [_number(one) for one in event.hashes]
         if isinstance(event, Removed):
