@@ -177,7 +177,7 @@ class PrefixCache:
     # Hashes and blocks
 
     def insert(self, group: int, hashes: list[bytes], blocks: list[int]) -> list[int]:
-        """`blocks[i]` now holds what `hashes[i]` says. Null blocks (0) and known blocks are skipped. Return the others."""
+        """`blocks[i]` now holds what `hashes[i]` says. Null and known blocks are skipped. Return the others."""
         table, hash_of = self._blocks[group], self._hash_of
         inserted: list[int] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
