@@ -39,7 +39,7 @@ class DiskTier:
         self._records = records
         self._memory: Sequence[np.ndarray] = ()
         self._ends: list[int] = []
-        self._loads: queue.SimpleQueue[Load] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
         self._writes: deque[Callable[[], None]] = deque()
         self._has_writes = threading.Event()
         self._num_begun = self._num_ended = 0  # loads: written by the scheduler's thread and by the one that reads
@@ -91,7 +91,7 @@ class DiskTier:
         self._has_ended.clear()
 
     def close(self) -> None:
-        """Write what is still to be written, as far as that goes in two seconds. The pool may be freed after it."""
+        """Write what is still to be written, as far as that goes in two seconds; then let go of the pool."""
         end_s = time.monotonic() + _CLOSE_S
         while (self._writes or self._is_writing) and time.monotonic() < end_s:
             self._has_writes.set()
@@ -99,12 +99,12 @@ class DiskTier:
         self._is_closed = True
         self._writes.clear()
         self._has_writes.set()
+        self._loads.put(None)
 
     # Reading
 
     def _read_all(self) -> None:
-        while True:
-            load = self._loads.get()
+        while (load := self._loads.get()) is not None:
             began_s = time.perf_counter()
             content = np.empty(self._ends[-1], np.uint8)
             fill = partial(self._fill, content)

@@ -51,11 +51,13 @@ def read_seed(folder: Path) -> int:
             with contextlib.suppress(FileExistsError):  # another engine was faster
                 os.link(own, path)
             own.unlink()
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"kv_tier: {path} can be read by others, who could then guess prompts: chmod 600 it")
-        return int(path.read_text(), 16)
+        mode, digits = path.stat().st_mode, path.read_text()
     except OSError as error:
         raise ConfigError(f"kv_tier: the folder {folder} cannot be used: {error}") from error
+    if mode & 0o077:
+        raise ConfigError(f"kv_tier: {path} can be read by others, who could then guess prompts: chmod 600 it")
+    try:
+        return int(digits, 16)
     except ValueError:
         raise ConfigError(f"kv_tier: {path} is not a seed; remove it, and the records next to it") from None
 
