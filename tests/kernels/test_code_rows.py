@@ -48,8 +48,8 @@ def assert_packed_alike(native: Any, weight: Any) -> PackedWeight:
     for threads in (1, 3):
         packed = NativeOps(native.library, threads).prepare_quantized_linear(weight, torch.bfloat16)
         assert torch.equal(packed.panels, expected.panels)
-    assert (packed.order is None) == (expected.order is None)
-    assert packed.order is None or torch.equal(packed.order, expected.order)
+    assert (packed.input_order is None) == (expected.input_order is None)
+    assert packed.input_order is None or torch.equal(packed.input_order, expected.input_order)
     return packed
 
 
