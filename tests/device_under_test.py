@@ -17,9 +17,9 @@ from pagoda.worker.devices.cuda import CudaDevice
 
 WITH_STATES = ("lfm2", "mamba2", "granite4", "bamba", "falcon-h1", "nemotron-h", "qwen3-next", "qwen3.5")
 """How the names of models begin that have recurrent layers."""
-REFUSED_BY_TRITON = ("deepseek-v", "gpt-oss", "mistral4", *WITH_STATES)
+REFUSED_BY_TRITON = ("deepseek-v", "gpt-oss", "mistral4", "llama4", *WITH_STATES)
 """How the names (in tests/models/tiny.py) of models begin that are refused with Triton's kernels when an engine starts:
-with latent attention, biases of experts, or recurrent layers.
+with latent attention, attention within chunks, biases of experts, or recurrent layers.
 """
 
 

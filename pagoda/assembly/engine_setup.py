@@ -143,6 +143,11 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     )
     drafting = resolve_drafting(config, spec, dtype, kernels, max_model_len)
     _check_encoder(config, model, device.is_host, drafting is not None)
+    if model.cpu_only and not (device.is_host and kernels != "triton"):
+        raise ConfigError(
+            f"models of architecture {spec.architecture!r} have {model.cpu_only}, which does not run on a GPU or in "
+            "Triton yet; take device='cpu'"
+        )
     _check_latent(config, model, device.is_host, kernels)
     _check_states(config, model, device.is_host and kernels != "triton", drafting is not None)
     _check_tier(config, model, device.is_host)

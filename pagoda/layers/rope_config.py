@@ -22,7 +22,8 @@ class RopeConfig:
     attention_factor: multiplies cos and sin (yarn, longrope; 1.0 elsewhere).
     short_factors, long_factors: divide the frequencies; long ones if sequences may be longer than
     original_max_position (longrope).
-    query_beta: queries are multiplied by 1 + query_beta * log(1 + position // original_max_position), 0 is off (yarn).
+    query_beta: queries are multiplied by 1 + query_beta * log(1 + (position + query_shift) // original_max_position),
+    0 is off (yarn; of Llama 4 without a rotary embedding).
     proportion: the share of the pairs that have an angle, the first ones; the others have the angle 0 (proportional).
     rotated: the share of a head's elements that it turns, the first ones.   interleaved: the pairs that it turns are
     neighbours in the checkpoint (0 and 1, 2 and 3, ...), not one from each half of the turned elements.
@@ -44,6 +45,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
     query_beta: float = 0.0  # yarn
+    query_shift: int = 0
     proportion: float = 1.0  # proportional
     rotated: float = 1.0
     interleaved: bool = False

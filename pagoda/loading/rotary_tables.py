@@ -39,7 +39,7 @@ def build_rotary_tables(
 
 
 def _query_factors(rope: RopeConfig, num_positions: int, device: torch.device) -> torch.Tensor:
-    contexts = torch.floor(torch.arange(num_positions) / rope.original_max_position)
+    contexts = torch.floor((torch.arange(num_positions) + rope.query_shift) / rope.original_max_position)
     return (1 + rope.query_beta * torch.log(1 + contexts)).unsqueeze(1).to(device)
 
 

@@ -43,6 +43,7 @@ class Model(Module):
     generates: False: there is no head for tokens, and `compute_logits` is never called.
     num_token_types: where it is not 0, a batch has the input TOKEN_TYPES: int32 [num_tokens], below this number.
     takes_embeds: prompts may be given as embeddings (see Embedding).
+    cpu_only: what of it runs on a CPU alone, "" for nothing.
     position_runs: of a model whose tokens have positions of several kinds: the kind that each of the equal runs of a
         head's pairs takes (see ForwardOps.rotary); a batch's positions are int32 [num_tokens, runs]. Else empty.
     """
@@ -54,6 +55,7 @@ class Model(Module):
     generates: bool = True
     num_token_types: int = 0
     takes_embeds: bool = False
+    cpu_only: str = ""
     position_runs: tuple[int, ...] = ()
     dense: Sequence["PoolingLayer"] = ()
 

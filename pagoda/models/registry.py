@@ -25,6 +25,7 @@ from pagoda.models.hunyuan import HUNYUAN
 from pagoda.models.idefics3 import IDEFICS3
 from pagoda.models.lfm2 import LFM2, LFM2_MOE
 from pagoda.models.llama import LLAMA
+from pagoda.models.llama4 import LLAMA4
 from pagoda.models.mamba2 import MAMBA2
 from pagoda.models.minimax_m2 import MINIMAX_M2
 from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
@@ -99,6 +100,7 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         HUNYUAN,
         MINIMAX_M2,
         NANOCHAT,
+        LLAMA4,
     ),
     "text and images": (IDEFICS3, QWEN2_5_VL, GEMMA3),
     "embeddings": (BERT, ROBERTA, MODERNBERT),

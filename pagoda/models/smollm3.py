@@ -11,7 +11,7 @@ from pagoda.models.naming import gguf_naming
 
 def read(config: ConfigReader) -> DecoderConfig:
     config = config.with_defaults({"tie_word_embeddings": True})
-    unrotated = frozenset(layer for layer, rotates in enumerate(_rotates(config)) if not rotates)
+    unrotated = frozenset(layer for layer, rotates in enumerate(read_rotates(config)) if not rotates)
     window, kinds = 0, (FULL,) * config.num_layers()
     if config.flag("use_sliding_window", False) and config.has("sliding_window"):
         window = config.integer("sliding_window")
@@ -20,7 +20,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     return replace(llama.read(config, "smollm3", windows, 2_000_000.0), unrotated_layers=unrotated)
 
 
-def _rotates(config: ConfigReader) -> tuple[int, ...]:
+def read_rotates(config: ConfigReader) -> tuple[int, ...]:
     """Return 0 for each layer without a rotary embedding."""
     num_layers, interval = config.num_layers(), config.integer("no_rope_layer_interval", 4)
     if not config.has("no_rope_layers"):

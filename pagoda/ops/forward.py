@@ -259,8 +259,9 @@ class ForwardOps(Protocol):
     ) -> Tensor:
         """Causal paged attention, q [T, H, D] -> [T, H * D].
 
-        window: the last `window` tokens, itself included (0: all). softcap: scores become
-        softcap * tanh(score / softcap) (0: off). Reads the pages in place.
+        window: the last `window` tokens, itself included (0: all); if it is negative, those of its own chunk, where a
+        chunk is positions n * -window to (n + 1) * -window - 1. softcap: scores become softcap * tanh(score / softcap)
+        (0: off). Reads the pages in place.
         bias: float32 [heads, 2 * M + 1], None for none: bias[head, M + distance] is added to a score, where distance is
         the key's position less the query's, and M or -M if it is larger or less.
         sinks: [heads], None for none: in the softmax, each head has a score of its own, of no value.
@@ -453,6 +454,7 @@ class ForwardOps(Protocol):
         limit: float = 0.0,
         activation: Activation = Activation.SILU,
         factors: Tensor | None = None,
+        scales_input: bool = False,
     ) -> Tensor:
         """Route each token to its top_k experts and sum their MLPs by routing weight, [T, hidden] -> [T, hidden].
 
@@ -461,6 +463,8 @@ class ForwardOps(Protocol):
         A routing weight is the softmax over all experts, in float32; of equals the lower expert is chosen.
         renormalize: the chosen weights are divided by their sum (Mixtral; Qwen3-MoE where norm_topk_prob says so).
         factors: of each expert's weights after that, float32 [E]; None for 1.
+        scales_input: the weight is the sigmoid of the logit, and multiplies what the expert reads, which is rounded to
+        x's dtype, in place of its output (Llama 4).
         An expert computes down(activation(gate(x)) * up(x)), without a gate down(activation(up(x))). With a limit
         (GPT-OSS), gate is at most that, up at most as far from 0, and it computes
         down(gate * sigmoid(alpha * gate) * (up + 1)). The weighted sum is in float32, the largest weight first, and

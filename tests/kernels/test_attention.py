@@ -15,7 +15,7 @@ from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 3e-5, BF16: 2e-2, F16: 3e-3}
 
-# heads, KV heads, head size, block size, window, softcap
+# heads, KV heads, head size, block size, window (below 0: chunks), softcap
 SHAPES = [
     (9, 3, 64, 16, 0, 0.0),
     (4, 4, 32, 8, 0, 0.0),
@@ -25,6 +25,9 @@ SHAPES = [
     (6, 2, 48, 24, 0, 50.0),
     (5, 1, 112, 64, 1, 0.0),
     (64, 1, 16, 8, 70, 0.0),
+    (6, 2, 32, 8, -1, 0.0),
+    (4, 2, 48, 16, -37, 0.0),
+    (8, 2, 64, 16, -256, 30.0),
 ]
 
 

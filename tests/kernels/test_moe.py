@@ -141,6 +141,30 @@ def test_experts_with_another_gate_and_factors_equal_the_reference(
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("inner", [160, 49])
+def test_experts_of_scaled_input_equal_the_reference(
+    fast: Ops, reference: ReferenceOps, inner: int, top_k: int, dtype: torch.dtype
+) -> None:
+    x, router_logits = draw(37, 96).to(dtype), draw(37, 8, seed=1).to(dtype)
+    gate_up, down = draw(8, 2 * inner, 96, seed=2) / 10, draw(8, 96, inner, seed=3) / 10
+    got, want = (
+        ops.moe(
+            x, router_logits, *(experts_of(ops, each, dtype) for each in (gate_up, down)), top_k, False,
+            scales_input=True,
+        )
+        for ops in (fast, reference)
+    )  # fmt: skip
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    alone = torch.zeros(96)
+    for expert in router_logits[5].float().topk(top_k).indices.tolist():
+        row = (x[5].float() * router_logits[5, expert].float().sigmoid()).to(dtype).float()
+        gate, up = (gate_up[expert].to(dtype).float() @ row).chunk(2)
+        alone += down[expert].to(dtype).float() @ (torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(want[5].float(), alone, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("inner", [160, 49])
 def test_limited_experts_with_biases_equal_the_reference(
     fast: Ops, reference: ReferenceOps, inner: int, dtype: torch.dtype

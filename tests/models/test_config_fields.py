@@ -81,6 +81,7 @@ OF_FAMILY: dict[str, dict[str, str]] = {
         **dict.fromkeys(("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"), _TOWER),
         "vision_feature_layer": _TOWER,
     },
+    "llama4": {"vision_config": _TOWER},
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "num_nextn_predict_layers": "of layers that are not loaded"},
     "ernie4_5_moe": {"moe_norm_min": "the chosen experts' share is never as small"},

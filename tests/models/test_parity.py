@@ -70,8 +70,8 @@ def test_greedy_tokens_equal(name: str, folders, on: DeviceUnderTest):
     assert generate(runner, prompts(), NUM_TOKENS, 7) == expected(name)
 
 
-QUICK = {"llama", "mixtral-window", "gpt2", "gemma3", "gemma4-shared", "gpt-oss", "deepseek-v3", "lfm2"}
-"""Ways to attend: in windows, to sinks, to K and V of other layers or of latents; and to go on from a state."""
+QUICK = {"llama", "mixtral-window", "gpt2", "gemma3", "gemma4-shared", "gpt-oss", "deepseek-v3", "lfm2", "llama4"}
+"""Ways to attend: in windows or chunks, to sinks, to K and V of other layers, to latents; and to go on from a state."""
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,8 @@ def test_greedy_tokens_equal_in_every_chunking(name: str, folders, on: DeviceUnd
         "lfm2-biased",
         "qwen3-next",
         "qwen3.5-attention-last",
+        "llama4",
+        "llama4-dense-layers",
     ],
 )
 def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders, on: DeviceUnderTest):

@@ -33,6 +33,7 @@ from transformers import (
     HunYuanDenseV1Config,
     Lfm2Config,
     Lfm2MoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     Mamba2Config,
     MiniMaxM2Config,
@@ -176,6 +177,13 @@ def _gemma3_multimodal() -> PretrainedConfig:
     }  # fmt: skip
     text = _gemma3_text(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     return Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4, eos_token_id=2)
+
+
+def _llama4(**more: object) -> PretrainedConfig:
+    shape = {**_SHAPE, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    own = {"intermediate_size": 48, "intermediate_size_mlp": 160, "num_local_experts": 5, "num_experts_per_tok": 2,
+           "attention_chunk_size": 7, "floor_scale": 6, "attn_scale": 0.5}  # fmt: skip
+    return Llama4TextConfig(**{**shape, **own, **more})
 
 
 def _lfm2(**more: object) -> PretrainedConfig:
@@ -419,6 +427,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "mamba2-plain": lambda: _mamba2(n_groups=1, use_conv_bias=False, use_bias=True),
     "lfm2-moe-without-bias": lambda: _lfm2_moe(use_expert_bias=False, norm_topk_prob=False),
+    "llama4": _llama4,
+    "llama4-dense-layers": lambda: _llama4(
+        interleave_moe_layer_step=2, attn_temperature_tuning=False, use_qk_norm=False, attention_chunk_size=8
+    ),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),
     "granitemoe": lambda: GraniteMoeConfig(**_SHAPE, **_GRANITE, num_local_experts=5, num_experts_per_tok=2),
 }

@@ -99,7 +99,6 @@ def _attend(
 
     seen: `last_seen`, [R, Q].
     """
-    window = how.window
     num_rows, query_len, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[1]
     seq_lens = metadata.seq_lens[rows].long()
@@ -113,13 +112,13 @@ def _attend(
     value_dim = cache.v.shape[3]
     acc = torch.zeros(*grouped.shape[:3], value_dim, device=q.device)
     last = int(seq_lens.max()) if num_rows < metadata.seq_lens.shape[0] else metadata.max_seq_len
-    first = 0 if window == 0 else max(0, int(seq_lens.min()) - query_len - window + 1)
+    first = max(0, how.first_seen(int(seq_lens.min()) - query_len)) if how.window else 0
     for start in range(first - first % CHUNK_TOKENS, last, CHUNK_TOKENS):
         k, v = _gather_chunk(cache, metadata, rows, start, min(CHUNK_TOKENS, last - start))
         key_at = torch.arange(start, start + k.shape[2], device=q.device)
         hidden = key_at > (query_at if seen is None else seen).unsqueeze(-1)
-        if window:
-            hidden |= key_at <= query_at.unsqueeze(-1) - window
+        if how.window:
+            hidden |= key_at < how.first_seen(query_at).unsqueeze(-1)
         k = torch.cat((v, k), dim=-1) if how.is_latent else k
         # 0 * NaN is NaN: values that no query of the row may see must not enter the product.
         v = v.masked_fill(hidden.all(dim=1)[:, None, :, None], 0.0)

@@ -36,7 +36,9 @@ struct Problem {
     int k_page_dim() const { return rope_dim > 0 ? rope_dim : head_dim; }
     int group() const { return num_heads / num_kv_heads; }
     // The first and last position that query `token` at `at` sees in a row of `length` positions.
-    int first_visible(int at) const { return window > 0 ? std::max(0, at - window + 1) : 0; }
+    int first_visible(int at) const {
+        return window > 0 ? std::max(0, at - window + 1) : window < 0 ? at - at % -window : 0;  // below 0: chunks
+    }
     int last_visible(int token, int at, int length) const {
         if (last_seen != nullptr) return last_seen[token];
         if (causal) return at;

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
+
+At = TypeVar("At", int, torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +26,12 @@ class Scoring:
     bias: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
     is_latent: bool = False
+
+    def first_seen(self, at: At) -> At:
+        """Return the first position that a query at `at` sees of those up to it; less than 1 if it sees all."""
+        if self.window < 0:
+            return at - at % -self.window
+        return at - self.window + 1 if self.window else at * 0
 
 
 AttendPaged: TypeAlias = Callable[[torch.Tensor, KVLayer, AttentionMetadata, Scoring], torch.Tensor]
@@ -81,13 +89,12 @@ def bidirectional_attention_by(
 
 
 def _attend(q: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, how: Scoring) -> torch.Tensor:
-    window = how.window
     num_tokens, num_heads, _ = q.shape
     out = torch.zeros(num_tokens, num_heads, cache.v.shape[3], dtype=q.dtype, device=q.device)
     starts = metadata.query_start.tolist()
     for row, seq_len in enumerate(metadata.seq_lens.tolist()):
         begin, end = starts[row], starts[row + 1]
-        first_read = 0 if window == 0 else max(0, seq_len - (end - begin) - window + 1)
+        first_read = max(0, how.first_seen(seq_len - (end - begin)))
         k, v = gather_context(cache, metadata.block_table[row], metadata.block_size, seq_len)
         k, v = k[:, first_read:], v[:, first_read:]
         k = torch.cat((v, k), dim=-1) if how.is_latent else k
@@ -101,9 +108,7 @@ def _attend(q: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, how: S
         if how.bias is not None:
             scores = scores + by_distance(how.bias, query_at, key_at)
         last = query_at if metadata.last_seen is None else metadata.last_seen[begin:end].unsqueeze(1)
-        hidden = key_at > last
-        if window:
-            hidden |= key_at <= query_at - window
+        hidden = (key_at > last) | (key_at < how.first_seen(query_at))
         scores = scores.masked_fill(hidden, float("-inf"))
         if how.sinks is not None:
             scores = torch.cat((scores, how.sinks.float().view(-1, 1, 1).expand(-1, end - begin, 1)), dim=-1)

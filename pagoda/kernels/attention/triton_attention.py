@@ -361,8 +361,8 @@ class PagedAttention:
         first: int = 0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See reference.attention. With a bias or sinks, in plain torch."""
-        if bias is not None or sinks is not None:
+        """See reference.attention. With a bias, sinks or chunks, in plain torch."""
+        if bias is not None or sinks is not None or window < 0:
             return library.attention(q, cache, metadata, scale, window, softcap, bias, first, sinks)
         tokens, num_heads, head_dim = q.shape
         if q.stride(2) != 1 or q.stride(1) != head_dim:

@@ -31,7 +31,6 @@ struct Routing {
     float* weights;    // [tokens][top_k], by rank
     int32_t* experts;  // [tokens][top_k], by rank
     int32_t* place;    // [tokens][top_k], index of a pair in the order sorted by expert
-    int32_t* token;    // [pairs], token of a sorted pair
     int32_t* begin;    // [experts + 1], first sorted pair of an expert
 };
 
@@ -63,10 +62,15 @@ void choose(const float* choice, int64_t count, int64_t top_k, int32_t* experts)
     }
 }
 
-// The top_k experts of one token by their logits, with their softmax weights.
-void route_token(const float* logits, int64_t count, int64_t top_k, bool renormalize, float* weights, int32_t* experts) {
-    Softmax softmax(logits, count);
+// The top_k experts of one token by their logits, with their softmax weights, or with the sigmoids that scale their input.
+void route_token(const float* logits, int64_t count, int64_t top_k, bool renormalize, bool scales_input, float* weights,
+                 int32_t* experts) {
     choose(logits, count, top_k, experts);
+    if (scales_input) {
+        for (int64_t k = 0; k < top_k; k++) weights[k] = sigmoid(splat(logits[experts[k]]))[0];
+        return;
+    }
+    Softmax softmax(logits, count);
     float chosen = 0.0f;
     for (int64_t k = 0; k < top_k; k++) {
         weights[k] = softmax.of(splat(logits[experts[k]]))[0];
@@ -138,7 +142,7 @@ void route(const MoeArgs& a, const Groups* groups, int64_t first, int64_t tokens
                 float* weights = to.weights + t * a.top_k;
                 int32_t* experts = to.experts + t * a.top_k;
                 if (groups == nullptr)
-                    route_token(logits, count, a.top_k, a.renormalize, weights, experts);
+                    route_token(logits, count, a.top_k, a.renormalize, a.scales_input, weights, experts);
                 else
                     route_in_groups(logits, logits + count, count, a.top_k, a.renormalize, *groups, weights, experts);
                 if (a.factors.data != nullptr)
@@ -153,7 +157,6 @@ void route(const MoeArgs& a, const Groups* groups, int64_t first, int64_t tokens
     for (int64_t i = 0; i < pairs; i++) {
         int32_t place = to.begin[to.experts[i]]++;
         to.place[i] = place;
-        to.token[place] = static_cast<int32_t>(i / a.top_k);
     }
     for (int64_t e = experts; e > 0; e--) to.begin[e] = to.begin[e - 1];
     to.begin[0] = 0;
@@ -202,14 +205,13 @@ void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t to
     int64_t out_features = a.gate_up->experts[0]->out_features;
     bool gated = out_features != inner, fused = a.limit == 0.0f && (!gated || inner % PANEL == 0);
     int64_t up_width = fused ? inner : out_features;
-    int64_t bytes = 4 * 64 + 4 * pairs * 4 + 4 * (a.gate_up->count + 1) + 64 +
+    int64_t bytes = 4 * 64 + 3 * pairs * 4 + 4 * (a.gate_up->count + 1) + 64 +
                     pairs * (hidden + up_width + inner) * static_cast<int64_t>(sizeof(T)) + pairs * hidden * 4 + 4 * 64;
     Allocation memory{static_cast<char*>(thread_scratch(bytes, 0))};
     Routing routing{};
     routing.weights = memory.take<float>(pairs);
     routing.experts = memory.take<int32_t>(pairs);
     routing.place = memory.take<int32_t>(pairs);
-    routing.token = memory.take<int32_t>(pairs);
     routing.begin = memory.take<int32_t>(a.gate_up->count + 1);
     T *sorted = memory.take<T>(pairs * hidden), *up = memory.take<T>(pairs * up_width);
     T* active = fused ? up : memory.take<T>(pairs * inner);
@@ -218,9 +220,17 @@ void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t to
     const T* x = elements_of<const T>(a.x) + first * a.x.stride;
     parallel(threads_for(pairs * hidden, threads, pairs), [&](int thread, int num_threads) {
         Range mine = share_of(pairs, thread, num_threads);
-        for (int64_t i = mine.begin; i < mine.end; i++)
-            memcpy(static_cast<void*>(sorted + i * hidden), x + routing.token[i] * a.x.stride, sizeof(T) * hidden);
+        for (int64_t i = mine.begin; i < mine.end; i++) {
+            const T* from = x + i / a.top_k * a.x.stride;
+            T* to = sorted + routing.place[i] * hidden;
+            f32x16 factor = splat(routing.weights[i]);
+            if (a.scales_input)
+                for_lanes(hidden, [&](int64_t j, int n) { store_lanes(to + j, load_lanes(from + j, n) * factor, n); });
+            else
+                memcpy(static_cast<void*>(to), from, sizeof(T) * hidden);
+        }
     });
+    if (a.scales_input) std::fill(routing.weights, routing.weights + pairs, 1.0f);
     int32_t dtype = a.x.dtype;
     multiply_experts({a.gate_up->experts[0], sorted, pairs, hidden, dtype, dtype, up, up_width,
                       fused ? a.activation : ACTIVATION_IDENTITY, fused && gated},
@@ -270,6 +280,6 @@ PAGODA_EXPORT void pagoda_moe(const MoeArgs* a, int32_t threads) { run_blocks(*a
 
 PAGODA_EXPORT void pagoda_grouped_moe(const GroupedMoeArgs* a, int32_t threads) {
     Groups groups{elements_of<const float>(a->bias), a->sigmoid != 0, a->groups, a->top_groups, a->best, a->factor};
-    run_blocks({a->x, a->router_logits, a->gate_up, a->down, a->top_k, a->renormalize, 1.0f, 0.0f, a->activation, {}, a->out},
+    run_blocks({a->x, a->router_logits, a->gate_up, a->down, a->top_k, a->renormalize, 1.0f, 0.0f, a->activation, {}, 0, a->out},
                &groups, threads);
 }

@@ -20,12 +20,13 @@ def _sum_of_experts(
     limit: float,
 ) -> torch.Tensor:
     """See reference. `linear` rounds an expert's output once more than the definition."""
-    top_k = experts.shape[1]
-    parts = torch.empty(x.shape[0] * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+    tokens, top_k = experts.shape
+    per_row = top_k if len(x) == tokens else 1
+    parts = torch.empty(tokens * top_k, x.shape[1], dtype=torch.float32, device=x.device)
     pair_of = experts.flatten()
     for expert in pair_of.unique().tolist():
         pairs = (pair_of == expert).nonzero().squeeze(1)
-        both = linear(x[pairs // top_k], gate_up.weights[expert])
+        both = linear(x[pairs // per_row], gate_up.weights[expert])
         active = activated(both, down.in_features, activation, alpha, limit)
         parts[pairs] = linear(active, down.weights[expert]).float()
     return (parts.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)

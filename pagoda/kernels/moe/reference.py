@@ -54,7 +54,10 @@ def activated(x: torch.Tensor, inner: int, kind: Activation, alpha: float, limit
 
 
 SumOfExperts: TypeAlias = Callable[..., torch.Tensor]
-"""(x, experts [T, top_k], weights [T, top_k], gate_up, down, activation, alpha, limit) -> [T, hidden], in x's dtype."""
+"""(x, experts [T, top_k], weights [T, top_k], gate_up, down, activation, alpha, limit) -> [T, hidden], in x's dtype.
+
+x: [T, hidden], or [T * top_k, hidden], a row for each expert of a token.
+"""
 
 
 def moe_by(
@@ -69,11 +72,22 @@ def moe_by(
     limit: float = 0.0,
     activation: Activation = Activation.SILU,
     factors: torch.Tensor | None = None,
+    scales_input: bool = False,
 ) -> torch.Tensor:
     """Compute `ForwardOps.moe`."""
     experts, weights = route(router_logits, top_k, renormalize)
+    if scales_input:
+        x, weights = scaled_input(x, router_logits, experts)
     weights = weights if factors is None else weights * factors[experts]
     return sum_of_experts(x, experts, weights, gate_up, down, activation, alpha, limit)
+
+
+def scaled_input(
+    x: torch.Tensor, router_logits: torch.Tensor, experts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what each expert of a token reads, [T * top_k, hidden], and the weights of their outputs, which are 1."""
+    factors = router_logits.float().gather(1, experts).sigmoid()
+    return (x.unsqueeze(1) * factors.unsqueeze(-1)).to(x.dtype).flatten(0, 1), torch.ones_like(factors)
 
 
 def grouped_moe_by(
@@ -120,10 +134,13 @@ def _sum_of_experts(
 
     Between up and down an expert's activation is rounded to x's dtype, as in a dense layer.
     """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for token in range(x.shape[0]):
-        for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):
-            both = logits(x[token : token + 1], gate_up.weights[expert]).to(x.dtype)
+    tokens, top_k = experts.shape
+    per_row = top_k if len(x) == tokens else 1
+    out = torch.zeros(tokens, x.shape[1], dtype=torch.float32, device=x.device)
+    for token in range(tokens):
+        for rank, (expert, weight) in enumerate(zip(experts[token].tolist(), weights[token], strict=True)):
+            row = (token * top_k + rank) // per_row
+            both = logits(x[row : row + 1], gate_up.weights[expert]).to(x.dtype)
             active = activated(both, down.in_features, activation, alpha, limit)
             out[token] += weight * logits(active, down.weights[expert])[0]
     return out.to(x.dtype)

@@ -16,7 +16,7 @@ from pagoda.kernels.activation.triton_activation import activate, gate
 from pagoda.kernels.linear.triton_forms import TritonWeight, step_size
 from pagoda.kernels.linear.triton_linear import rows_for
 from pagoda.kernels.linear.triton_product import product, scaled
-from pagoda.kernels.moe.reference import grouped_moe_by
+from pagoda.kernels.moe.reference import grouped_moe_by, scaled_input
 from pagoda.kernels.triton_support import jit
 from pagoda.ops.declare import Activation
 
@@ -145,9 +145,12 @@ class TritonMoE:
         limit: float = 0.0,
         activation: Activation = Activation.SILU,
         factors: torch.Tensor | None = None,
+        scales_input: bool = False,
     ) -> torch.Tensor:
         """See reference.moe."""
         experts, weights = route(router_logits, top_k, renormalize)
+        if scales_input:
+            x, weights = scaled_input(x, router_logits, experts)
         weights = weights if factors is None else weights * factors[experts]
         return self.sum_of_experts(x, experts, weights, gate_up, down, activation, alpha, limit)
 
@@ -165,16 +168,16 @@ class TritonMoE:
         """See reference. There is no kernel with a limit: `stack` refuses biases, which such experts have."""
         if limit:
             raise NotImplementedError(f"moe has no Triton kernel with limit={limit}, alpha={alpha}")
-        (tokens, hidden), top_k = x.shape, experts.shape[1]
+        (tokens, top_k), hidden = experts.shape, x.shape[1]
         of_pair = experts.flatten()
         pairs = of_pair.argsort(stable=True)
         counts = torch.zeros(gate_up.num_experts + 1, dtype=torch.int64, device=x.device)
         first_pairs = counts.index_add_(0, of_pair + 1, torch.ones_like(of_pair)).cumsum(0)
-        up = self._multiply(x.contiguous(), gate_up, pairs, first_pairs, top_k, x.dtype)
+        up = self._multiply(x.contiguous(), gate_up, pairs, first_pairs, top_k if len(x) == tokens else 1, x.dtype)
         is_gated = gate_up.out_features != down.in_features
         active = (gate if is_gated else activate)(up, activation)
         parts = self._multiply(active, down, pairs, first_pairs, 1, torch.float32)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
         block = 512
         _weighted_sum[(tokens, triton.cdiv(hidden, block))](parts, weights.contiguous(), out, hidden, top_k, block)
         return out
