@@ -204,7 +204,8 @@ class ServerConfig:
         str,
         Setting(
             "Tool calls: auto (by template), none, hermes, llama_json, pythonic, mistral, granite, deepseek_v3, "
-            "deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, apertus, glm, harmony."
+            "deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, apertus, cohere, gemma4, lfm2, olmo3, nemotron, "
+            "hunyuan, glm, harmony."
         ),
     ] = "auto"
     strict_fields: Annotated[

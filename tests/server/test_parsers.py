@@ -177,6 +177,15 @@ PIECES: dict[str, list[str]] = {
         "7",
     ],
     "apertus": ["<|tools_prefix|>", "<|tools_suffix|>", "<|tools_", '[{"f": {"n": 7}}', ', {"f": {}}', "]"],
+    "cohere": [
+        *("<|START_ACTION|>", "<|END_ACTION|>", "<|START", "]", '[{"tool_name": "f", "parameters": {"n": 7}}'),
+        ', {"tool_call_id": "1", "tool_name": "f", "parameters": {}}',
+    ],
+    "gemma4": ["<|tool_call>", "<tool_call|>", "<|tool", "call:f", "{", '<|"|>', "n:7", "}", '<|"'],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "<|tool", "[f(n=7)", ", f()", "]", "f(s='x", "')"],
+    "olmo3": ["<function_calls>", "</function_calls>", "<func", "f(n=7)", "f()", "f(s='x", "')", "\n"],
+    "nemotron": ["<TOOLCALL>", "</TOOLCALL>", "<TOOL", f"[{CALL}]", f"[{CALL}, {CALL}]", '[{"a": 1}]'],
+    "hunyuan": ["<tool_calls>", "</tool_calls>", "<tool", f"[{CALL}]", f"[{CALL}, {CALL}]", '[{"a": 1}]'],
     "seed": [
         *("<seed:tool_call>", "</seed:tool_call>", "<seed:", "<function=f>", "</function>", "<parameter=s>"),
         *("<parameter=n>", "</parameter>", "7"),
@@ -213,6 +222,7 @@ def without(marks: tuple[str, ...], text: str) -> str:
 
 
 ARGUMENTS = {"s": 'a "quoted"\n\\ line', "n": 7, "o": {"k": [1, None]}}
+_PYTHON = f"f(s={json.dumps(ARGUMENTS['s'])}, n=7, o={{'k': [1, None]}})"
 WRITTEN: dict[str, str] = {
     "hermes": f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>\n' * 2,
     "llama_json": "; ".join([json.dumps({"name": "f", "parameters": ARGUMENTS})] * 2),
@@ -239,6 +249,16 @@ WRITTEN: dict[str, str] = {
     )
     * 2,
     "apertus": f"<|tools_prefix|>[{', '.join([json.dumps({'f': ARGUMENTS})] * 2)}]<|tools_suffix|>",
+    "cohere": "<|START_ACTION|>[\n"
+    + ",\n".join(
+        f'    {{"tool_call_id": "{i}", "tool_name": "f", "parameters": {json.dumps(ARGUMENTS)}}}' for i in range(2)
+    )
+    + "\n]<|END_ACTION|>",
+    "gemma4": f'<|tool_call>call:f{{s:<|"|>{ARGUMENTS["s"]}<|"|>,n:7,o:{{<|"|>k<|"|>:[1,null]}}}}<tool_call|>' * 2,
+    "lfm2": f"<|tool_call_start|>[{', '.join([_PYTHON] * 2)}]<|tool_call_end|>",
+    "olmo3": f"<function_calls>\n{_PYTHON}\n{_PYTHON}\n</function_calls>",
+    "nemotron": f"<TOOLCALL>[{', '.join([json.dumps({'name': 'f', 'arguments': ARGUMENTS})] * 2)}]</TOOLCALL>",
+    "hunyuan": f"<tool_calls>[{', '.join([json.dumps({'name': 'f', 'arguments': ARGUMENTS})] * 2)}]</tool_calls>",
     "seed": (
         f"<seed:tool_call>\n<function=f>\n<parameter=s>{ARGUMENTS['s']}</parameter>\n<parameter=n>7</parameter>\n"
         '<parameter=o>{"k": [1, null]}</parameter>\n</function>\n</seed:tool_call>\n'
@@ -280,6 +300,12 @@ def test_calls_in_every_format(name: str, data: st.DataObject) -> None:
         ("minimax", "</invoke>"),
         ("kimi", "<|tool_call_end|>"),
         ("deepseek_v31", "<｜tool▁call▁end｜>"),
+        ("cohere", "<|END_ACTION|>"),
+        ("gemma4", "<tool_call|>"),
+        ("lfm2", "<|tool_call_end|>"),
+        ("olmo3", "</function_calls>"),
+        ("nemotron", "</TOOLCALL>"),
+        ("hunyuan", "</tool_calls>"),
     ],
 )
 @given(data=st.data())
@@ -294,7 +320,7 @@ def test_text_after_the_end_of_a_function_is_content(data: st.DataObject) -> Non
     assert read(made("qwen3_coder"), cut(text, data)) == ("\nDone.", [("f", {"n": 7})])
 
 
-@pytest.mark.parametrize("name", ["kimi", "harmony", "mistral3", "deepseek_v31", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["kimi", "harmony", "mistral3", "deepseek_v31", "deepseek_v3", "gemma4"])
 def test_marks_in_the_strings_of_arguments_are_text(name: str) -> None:
     parser = TOOL_PARSERS[name]
     assert issubclass(parser, NamedCallParser)

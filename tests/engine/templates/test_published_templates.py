@@ -182,6 +182,11 @@ def test_prompts_are_those_of_transformers(
         ("GLM-4.6", "glm"),
         ("Qwen3-Coder", "qwen3_coder"),
         ("Qwen3.5-4B", "qwen3_coder"),
+        ("CohereForAI-c4ai-command-r7b-12-2024-tool_use", "cohere"),
+        ("google-gemma-4-31B-it", "gemma4"),
+        ("LFM2.5-8B-A1B", "lfm2"),
+        ("NVIDIA-Nemotron-Nano-v2", "nemotron"),
+        ("Apriel-1.6-15b-Thinker-fixed", "hunyuan"),
     ],
 )
 def test_a_call_that_a_template_writes_is_read(

@@ -6,23 +6,33 @@ from pagoda.base.registry import Registry
 from pagoda.engine.answers.tool_parsers.base import ToolParser
 from pagoda.engine.answers.tool_parsers.formats import (
     ApertusParser,
+    CohereParser,
     DeepSeekV3Parser,
     DeepSeekV31Parser,
+    Gemma4Parser,
     GraniteParser,
     HarmonyParser,
     HermesParser,
+    HunyuanParser,
     KimiParser,
     LlamaJsonParser,
     Mistral3Parser,
     MistralParser,
+    NemotronParser,
 )
-from pagoda.engine.answers.tool_parsers.pythonic import PythonicParser
+from pagoda.engine.answers.tool_parsers.pythonic import LFM2Parser, Olmo3Parser, PythonicParser
 from pagoda.engine.answers.tool_parsers.tagged import GLMParser, MiniMaxParser, Qwen3CoderParser, SeedParser
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool call parser",
     {
         "apertus": ApertusParser,
+        "cohere": CohereParser,
+        "gemma4": Gemma4Parser,
+        "lfm2": LFM2Parser,
+        "olmo3": Olmo3Parser,
+        "nemotron": NemotronParser,
+        "hunyuan": HunyuanParser,
         "seed": SeedParser,
         "minimax": MiniMaxParser,
         "qwen3_coder": Qwen3CoderParser,

@@ -1,8 +1,10 @@
 """Formats in which calls stand between marks of the model's family: as JSON, or as a name and JSON."""
 
+import json
 import re
 
-from pagoda.engine.answers.tool_parsers.base import Reading, ToolParser
+from pagoda.engine.answers.tool_parsers.base import Reading, ToolParser, held_back
+from pagoda.engine.answers.tool_parsers.literals import LiteralReader
 from pagoda.engine.grammars.tool_grammar import CallFormat, JsonCall, NamedCall, bracketed, deepseek
 
 
@@ -116,6 +118,31 @@ class GraniteParser(MistralParser):
     GRAMMAR = bracketed(JsonCall("arguments"), "<|tool_call|>")
 
 
+class HunyuanParser(MistralParser):
+    """Hunyuan, and Apriel: <tool_calls>[{"name": ..., "arguments": ...}, ...]</tool_calls>."""
+
+    MARKERS = ("<tool_calls>",)
+    MARKS = ("<tool_calls>[",)
+    CLOSE = "</tool_calls>"
+    GRAMMAR = bracketed(JsonCall("arguments"), "<tool_calls>")
+    VLLMS_NAMES = ("hunyuan_a13b",)
+
+    def _list(self, before: str = "") -> Reading[str]:
+        rest = yield from super()._list(before)
+        if before and not rest:
+            yield from self.take(self.CLOSE)
+        return rest
+
+
+class NemotronParser(HunyuanParser):
+    """Nemotron Nano 2: <TOOLCALL>[{"name": ..., "arguments": ...}, ...]</TOOLCALL>."""
+
+    MARKERS = MARKS = ("<TOOLCALL>",)
+    CLOSE = "</TOOLCALL>"
+    GRAMMAR = bracketed(JsonCall("arguments"), "<TOOLCALL>")
+    VLLMS_NAMES = ()
+
+
 class ApertusParser(ToolParser):
     """Apertus: <|tools_prefix|>[{NAME: {...}}, ...]<|tools_suffix|>."""
 
@@ -138,6 +165,20 @@ class ApertusParser(ToolParser):
             else:
                 yield from self.take("]")
                 yield from self.take(self.CLOSE)
+
+
+class CohereParser(ApertusParser):
+    """Command R7B: <|START_ACTION|>[{"tool_call_id": "0", "tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>.
+
+    The ids count from 0 in every answer, so they are not kept.
+    """
+
+    OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"
+    CALL = re.compile(
+        r'\s*[\[,]\s*\{\s*(?:"tool_call_id"\s*:\s*"[^"\\\n]*"\s*,\s*)?'
+        r'"tool_name"\s*:\s*"(?P<name>[^"\\\n]+)"\s*,\s*"parameters"\s*:\s*(?=\{)'
+    )
+    MARKS = (OPEN, '"tool_name"')
 
 
 class NamedCallParser(ToolParser):
@@ -192,6 +233,37 @@ class HarmonyParser(NamedCallParser):
     OTHERS = ("<|call|>",)
     MARKS = ("<|channel|>commentary",)
     VLLMS_NAMES = ("openai",)
+
+
+class Gemma4Parser(NamedCallParser):
+    """Gemma 4: <|tool_call>call:NAME{KEY:VALUE,...}<tool_call|>, where <|"|> is on either side of a string."""
+
+    keeps_special_tokens = True
+    OPEN, QUOTE = "<|tool_call>", '<|"|>'
+    HEAD = re.compile(r"\s*call:(?P<name>[^\s<{\[]+)\s*(?=\{)")
+    OTHERS = ("<tool_call|>", "<|tool_response>")
+    MARKS = ("<|tool_call>call:",)
+
+    def value(self) -> Reading[bool]:
+        """See ToolParser. Strings are taken as they are, without escapes."""
+        reader, given, in_string = LiteralReader(), "", False
+        while True:
+            at = self.text.find(self.QUOTE)
+            is_last = self.is_over and at < 0
+            end = at if at >= 0 else len(self.text) - held_back(self.text, self.QUOTE)
+            piece, self.text = self.text[:end], self.text[end:]
+            given += json.dumps(piece, ensure_ascii=False)[1:-1] if in_string else piece
+            self.add(reader.read(given, is_last))
+            given, reader.at = given[reader.at :], 0
+            if reader.is_done or reader.is_broken:
+                # Where the text ends in a mark, that is left out.
+                self.text = given + ("" if is_last and not reader.is_done else self.text)
+                return reader.is_done
+            if at < 0:
+                yield
+                continue
+            given += '"'
+            self.text, in_string = self.text.removeprefix(self.QUOTE), not in_string
 
 
 class Mistral3Parser(NamedCallParser):

@@ -1,11 +1,14 @@
-"""PythonicParser: the answer is a Python list of calls, whose values become JSON as they are written."""
+"""PythonicParser: the answer is a Python list of calls, whose values become JSON as they are written; and the formats
+with calls of Python between marks.
+"""
 
 import json
 import re
 
 from pagoda.engine.answers.tool_parsers.base import Reading, ToolParser
-from pagoda.engine.grammars.tool_grammar import PythonCall, bracketed
+from pagoda.engine.grammars.tool_grammar import CallFormat, PythonCall, bracketed
 
+_NAME_BETWEEN_MARKS = re.compile(r"""[^\s=(),:'"\[\]{}<>|]+""")
 _WORD = re.compile(r"""[^\s=(),:'"\[\]{}]+""")
 
 
@@ -22,6 +25,7 @@ class PythonicParser(ToolParser):
     MARKS = ("func_name1(params_name1=",)  # how Meta's prompts show the format to the model
     GRAMMAR = bracketed(PythonCall())
     VLLMS_NAMES = ("llama4_pythonic",)
+    NAME = _WORD
 
     @classmethod
     def is_of(cls, template: str) -> bool:
@@ -30,15 +34,22 @@ class PythonicParser(ToolParser):
     def read(self) -> Reading[None]:
         self._before = ""  # what has been read, and comes out as text if it is not a call
         try:
-            yield from self._expect("[")
-            while True:
-                yield from self._call()
-                if (yield from self._expect(",", "]")) == "]":
-                    return
+            yield from self._list()
         except _OtherText:
-            rest = self._before + self.text
-            is_cut = self.is_over and self._has_calls and not any(map(str.isalnum, rest))
-            self.text = "" if is_cut else rest
+            self._leave()
+
+    def _list(self) -> Reading[None]:
+        yield from self._expect("[")
+        while True:
+            yield from self._call()
+            if (yield from self._expect(",", "]")) == "]":
+                return
+
+    def _leave(self) -> None:
+        """Go on with what was read and is not of a call."""
+        rest = self._before + self.text
+        is_cut = self.is_over and self._has_calls and not any(map(str.isalnum, rest))
+        self.text = "" if is_cut else rest
 
     def begin(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
         super().begin(name, arguments, call_id)
@@ -97,7 +108,7 @@ class PythonicParser(ToolParser):
         """Read a name."""
         yield from self._peek()
         begin = len(self.text) - len(self.text.lstrip())
-        while (found := _WORD.match(self.text, begin)) is not None and found.end() == len(self.text):
+        while (found := self.NAME.match(self.text, begin)) is not None and found.end() == len(self.text):
             if self.is_over:
                 break
             yield
@@ -105,3 +116,49 @@ class PythonicParser(ToolParser):
             raise _OtherText
         self._read(found.end())
         return found[0]
+
+
+class LFM2Parser(PythonicParser):
+    """LFM2: <|tool_call_start|>[name(key=value, ...), ...]<|tool_call_end|>, with text around it."""
+
+    keeps_special_tokens = True
+    OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+    MARKS = ("List of tools: ",)
+    GRAMMAR = None
+    VLLMS_NAMES = ()
+    NAME = _NAME_BETWEEN_MARKS
+    _num_begun = 0
+
+    @classmethod
+    def is_of(cls, template: str) -> bool:
+        return all(mark in template for mark in cls.MARKS)
+
+    def read(self) -> Reading[None]:
+        while mark := (yield from self.text_until(self.OPEN)):
+            before, num_begun, self._before = self.space + mark, self._num_begun, ""
+            try:
+                yield from self._list()
+                yield from self.take(self.CLOSE)
+            except _OtherText:
+                if self._num_begun == num_begun:
+                    self.parsed.add(before)
+                self._leave()
+
+    def begin(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
+        super().begin(name, arguments, call_id)
+        self._num_begun += 1
+
+
+class Olmo3Parser(LFM2Parser):
+    """OLMo 3: <function_calls>, then name(key=value, ...) for each call, on lines of their own, </function_calls>."""
+
+    keeps_special_tokens = False
+    OPEN, CLOSE = "<function_calls>", "</function_calls>"
+    MARKS = (OPEN,)
+    GRAMMAR = CallFormat(PythonCall(), separator="\n", list_close="\n</function_calls>", list_marker="<function_calls>")
+    VLLMS_NAMES = ("olmo3",)
+
+    def _list(self) -> Reading[None]:
+        yield from self._call()
+        while not (yield from self.comes(self.CLOSE)):
+            yield from self._call()
