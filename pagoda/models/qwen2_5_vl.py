@@ -73,6 +73,12 @@ class Qwen25VLConfig:
     tower: TowerConfig
     sections: tuple[int, ...]
 
+    @property
+    def position_runs(self) -> tuple[int, ...]:
+        """See Model."""
+        run = gcd(*self.sections)
+        return tuple(index % POSITION_KINDS for index, count in enumerate(self.sections) for _ in range(count // run))
+
 
 class PatchEmbed(Module):
     """A convolution whose windows do not overlap: a linear layer of flattened patches."""
@@ -173,16 +179,21 @@ class Qwen25VLEncoder(Encoder):
         unit = merge * merge
         order, lengths = windows(rows // merge, columns // merge, self.config.window)
         tokens = (order[:, None] * unit + np.arange(unit)).reshape(-1)  # the tower computes window after window
-        at = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1)
-        at = at.reshape(rows // merge, merge, columns // merge, merge, 2).transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+        at = places_of_patches(rows, columns, merge)
         where = np.argsort(order)
         joined = (where[:, None] * unit + np.arange(unit)).astype(np.int64)
         return EncoderItem(
             (np.array([len(tokens)], np.int32), (lengths * unit).astype(np.int32)),
             len(order),
             {FEATURES: ItemArray(features[tokens]), JOINED: ItemArray(joined, Domain.TAIL, Domain.TOKENS)},
-            at[tokens].astype(np.int32),
+            at[tokens],
         )
+
+
+def places_of_patches(rows: int, columns: int, merge: int) -> np.ndarray:
+    """Return the row and the column of each patch, those of a token next to each other; int32 [patches, 2]."""
+    at = np.stack(np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij"), -1).astype(np.int32)
+    return at.reshape(rows // merge, merge, columns // merge, merge, 2).transpose(0, 2, 1, 3, 4).reshape(-1, 2)
 
 
 def windows(rows: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -197,12 +208,12 @@ def windows(rows: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]
 
 
 class Qwen25VL(Llama):
+    encoder = Qwen25VLEncoder
+
     def __init__(self, config: Qwen25VLConfig) -> None:
         super().__init__(replace(config.text, spec=config.spec))
-        self.visual = Qwen25VLEncoder(config.tower, config.spec)
-        run = gcd(*config.sections)
-        kinds = (index % POSITION_KINDS for index, count in enumerate(config.sections) for _ in range(count // run))
-        self.position_runs = tuple(kinds)
+        self.visual = self.encoder(config.tower, config.spec)
+        self.position_runs = config.position_runs
 
     @property
     def media_encoder(self) -> Qwen25VLEncoder | None:
@@ -233,16 +244,13 @@ def _read(config: ConfigReader) -> Qwen25VLConfig:
         raise ConfigError(
             f"{rope.origin}: mrope_section = {list(sections)} does not add up to half a head of {decoder.spec.head_dim}"
         )
-    tower = _read_tower(config.section("vision_config") or ConfigReader({}, f"{config.origin}: vision_config"))
-    if tower.output_size != decoder.spec.hidden_size:
-        raise ConfigError(
-            f"{config.origin}: out_hidden_size = {tower.output_size} of the tower is not the text model's hidden_size, "
-            f"{decoder.spec.hidden_size}"
-        )
+    vision = config.section("vision_config") or ConfigReader({}, f"{config.origin}: vision_config")
+    tower = read_tower(vision, decoder.spec.hidden_size)
     return Qwen25VLConfig(replace(decoder.spec, architecture="qwen2_5_vl"), decoder, tower, sections)
 
 
-def _read_tower(config: ConfigReader) -> TowerConfig:
+def read_tower(config: ConfigReader, text_size: int) -> TowerConfig:
+    """Read a tower whose outputs have `text_size` elements. Raises ConfigError."""
     hidden_size, num_heads = config.integer("hidden_size", 3584), config.integer("num_heads", 16)
     if hidden_size % num_heads or hidden_size // num_heads % 4:
         raise ConfigError(
@@ -255,6 +263,11 @@ def _read_tower(config: ConfigReader) -> TowerConfig:
     if (rope := config.section("rope_parameters")) is not None:
         rope.choice("rope_type", ("axial", "default"), "default")
         rope.expect("rope_theta", RopeConfig().theta)
+    if (output_size := config.integer("out_hidden_size", 3584)) != text_size:
+        raise ConfigError(
+            f"{config.origin}: out_hidden_size = {output_size} of the tower is not the text model's hidden_size, "
+            f"{text_size}"
+        )
     window = config.integer("window_size", 112) // merge // patch
     if not window:
         raise config.wrong("window_size", f"at least {merge * patch} pixels")
@@ -269,7 +282,7 @@ def _read_tower(config: ConfigReader) -> TowerConfig:
         window=window,
         full_layers=frozenset(full),
         activation=read_activation(config),
-        output_size=config.integer("out_hidden_size", 3584),
+        output_size=output_size,
     )
 
 

@@ -51,6 +51,7 @@ from pagoda.ops.shape_rules import (
     check_text,
     check_written,
     head_slices,
+    joined_columns,
     qkv_slices,
     selected_shape,
     state_outputs,
@@ -541,11 +542,18 @@ class ForwardOps(Protocol):
         "rows",
         check_put_rows,
         x=Rows(contiguous=True, any_domain=True, writes=True),
-        rows=Rows("x", contiguous=True),
+        rows=Rows("x"),
         index=Rows(I64, below="x"),
     )
     def put_rows(self, x: Tensor, rows: Tensor, index: Tensor) -> None:
-        """x[index[i]] = rows[i], in place: x [T, hidden], rows [S, hidden], index int64 [S] without repeats."""
+        """x[index[i]] = rows[i], in place: x [T, hidden], rows [S, hidden] or one head of them, [S, 1, hidden]; index
+        int64 [S] without repeats.
+        """
+        ...
+
+    @op("rows", x=Rows(), y=Rows("x"), out=Out("x", joined_columns))
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        """[T, A], [T, B] -> [T, A + B]."""
         ...
 
     @op("low_rank", check_low_rank, y=Rows(writes=True), x=Rows(), adapters=Rows(I32, below="table"))

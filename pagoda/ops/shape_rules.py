@@ -181,8 +181,12 @@ def check_mean_rows(shapes: Shapes) -> None:
 
 
 def check_put_rows(shapes: Shapes) -> None:
-    if shapes["rows"][1:] != shapes["x"][1:]:
+    if prod(shapes["rows"][1:]) != prod(shapes["x"][1:]):
         raise ValueError(f"rows {shapes['rows']} do not fit x {shapes['x']}")
+
+
+def joined_columns(shapes: Shapes) -> tuple[int, ...]:
+    return (prod(shapes["x"][1:]) + prod(shapes["y"][1:]),)
 
 
 def check_all_gather(shapes: Shapes) -> None:

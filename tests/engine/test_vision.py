@@ -23,7 +23,16 @@ from tests.engine.driver import Answers, drive, request
 from tests.engine.random_schedules import Watched, alone, differences, make_engine, play, random_options, random_script
 from tests.models.adapters import LINEAR, add_adapter, save_adapters
 from tests.models.tiny import VOCAB, save
-from tests.models.tiny_vision import CONFIGS, IMAGE, NEEDS_SEPARATORS, item, make_vision, num_tokens, picture_inputs
+from tests.models.tiny_vision import (
+    CONFIGS,
+    IMAGE,
+    NEEDS_SEPARATORS,
+    QWEN,
+    item,
+    make_vision,
+    num_tokens,
+    picture_inputs,
+)
 
 MAX_MODEL_LEN = 96
 NUM_TOKENS = 12
@@ -101,7 +110,7 @@ def generate(theirs: PreTrainedModel | PeftModel, name: str, number: int) -> lis
     pictures = [int(part) for part in parts_of(name, number) if isinstance(part, str)]
     ids = torch.tensor([of.prompt])
     more = picture_inputs(name, pictures) if pictures else {}
-    if pictures and name == "qwen2.5-vl":
+    if pictures and name in QWEN:
         more["mm_token_type_ids"] = (ids == IMAGE).int()
     if name == "gemma3":
         more["token_type_ids"] = (ids == IMAGE).long()

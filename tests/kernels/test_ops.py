@@ -307,6 +307,25 @@ def test_put_rows(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> Non
     assert torch.equal(got[others], x[others])
 
 
+@DTYPES
+def test_put_rows_of_a_view(fast: Ops, dtype: torch.dtype) -> None:
+    """One head of wider rows."""
+    x, wide, index = draw(9, 33, dtype=dtype), draw(3, 99, dtype=dtype, seed=1), torch.tensor([8, 0, 3])
+    fast.put_rows(x, fast.select_heads(wide, 33, 1, 33), index)
+    assert torch.equal(x[index], wide[:, 33:66])
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_join(fast: Ops, reference: ReferenceOps, rows: int, dtype: torch.dtype) -> None:
+    x, y = draw(rows, 33, dtype=dtype), draw(rows, 40, dtype=dtype, seed=1)
+    for first in (x, x.view(rows, 3, 11), draw(rows, 50, dtype=dtype)[:, 7:40]):
+        want = reference.join(first, y)
+        assert torch.equal(fast.join(first, y), want)
+        assert torch.equal(want[:, 33:], y)
+        assert torch.equal(want[:, :33], first.reshape(rows, 33))
+
+
 def test_put_rows_refuses_rows_that_are_not_there(fast: Ops, device_under_test: DeviceUnderTest) -> None:
     device_under_test.must_check_indices()
     x = draw(9, 33, dtype=F32)

@@ -25,7 +25,7 @@ from pagoda.worker.forward_runner import ForwardRunner, Programs
 from pagoda.worker.memory import encoder_memory
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.models.tiny import save
-from tests.models.tiny_vision import CONFIGS, make_vision, num_tokens, picture, picture_inputs
+from tests.models.tiny_vision import CONFIGS, QWEN, make_vision, num_tokens, picture, picture_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,7 +67,9 @@ def encoded(runner: ForwardRunner, name: str, numbers, on: DeviceUnderTest, dtyp
 @torch.inference_mode()
 def expected(name: str, number: int) -> torch.Tensor:
     given = picture_inputs(name, [number])
-    return reference(name).model.get_image_features(**given).pooler_output[0]
+    made = reference(name).model.get_image_features(**given)
+    deep = getattr(made, "deepstack_features", None) or ()
+    return torch.cat([made.pooler_output[0], *(of_layer[0] for of_layer in deep)], dim=1)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native", "reference"])
@@ -154,7 +156,7 @@ def test_a_tower_is_neither_quantised_nor_adapted(name: str, folders):
     of_tower = {path for path in dict(walk(quantised)) if path.startswith("vis")}
     assert len(of_tower) > 10
     assert not of_tower & set(targets.targets)
-    prefix = "model.language_model" if name in ("qwen2.5-vl", "gemma3") else "model.text_model"
+    prefix = "model.language_model" if name in (*QWEN, "gemma3") else "model.text_model"
     assert targets.path_of(f"{prefix}.layers.0.self_attn.q_proj") == "model.layers.0.self_attn.q_proj"
 
 

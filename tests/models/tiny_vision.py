@@ -11,6 +11,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3VLConfig,
     SmolVLMConfig,
 )
 
@@ -67,6 +69,37 @@ def _qwen2_5_vl() -> PretrainedConfig:
     )  # fmt: skip
 
 
+_QWEN3_TOWER = {
+    "depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 80, "patch_size": 4, "out_hidden_size": 96,
+    "num_position_embeddings": 25,
+}  # fmt: skip
+_QWEN3_IDS = {
+    "image_token_id": IMAGE, "vision_start_token_id": 4, "vision_end_token_id": 5, "video_token_id": 6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def _qwen3_vl() -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {**_TEXT, **_EVEN_HEADS, "head_dim": 16, "model_type": "qwen3_vl_text", "rope_parameters": rope}
+    return Qwen3VLConfig(
+        text_config=text, vision_config={**_QWEN3_TOWER, "deepstack_visual_indexes": [0, 2]}, **_QWEN3_IDS
+    )
+
+
+def _qwen3_5() -> PretrainedConfig:
+    rope = {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    }  # fmt: skip
+    text = {
+        **_TEXT, **_EVEN_HEADS, "head_dim": 16, "model_type": "qwen3_5_text", "rope_parameters": rope,
+        "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    }  # fmt: skip
+    return Qwen3_5Config(text_config=text, vision_config=_QWEN3_TOWER, **_QWEN3_IDS)
+
+
 def _gemma3() -> PretrainedConfig:
     tower = {**_TOWER, "model_type": "siglip_vision_model", "hidden_size": 48}
     text = {
@@ -85,10 +118,13 @@ CONFIGS = {
     ),
     "idefics3": _idefics3,
     "qwen2.5-vl": _qwen2_5_vl,
+    "qwen3-vl": _qwen3_vl,
+    "qwen3.5": _qwen3_5,
     "gemma3": _gemma3,
 }
 
-NEEDS_SEPARATORS = ("qwen2.5-vl", "gemma3")
+QWEN = ("qwen2.5-vl", "qwen3-vl", "qwen3.5")
+NEEDS_SEPARATORS = (*QWEN, "gemma3")
 """transformers takes pictures without a token between them for one."""
 
 _GRIDS = ((1, 6, 10), (1, 8, 4), (1, 2, 2), (1, 4, 12))
@@ -117,7 +153,7 @@ def make_vision(name: str, seed: int = 0) -> PreTrainedModel:
 def picture(name: str, number: int) -> tuple[np.ndarray, tuple[int, ...]]:
     """Return features and grid of picture `number`, as an item of a request has them."""
     generator = torch.Generator().manual_seed(100 + number)
-    if name == "qwen2.5-vl":
+    if name in QWEN:
         grid = _GRIDS[number % len(_GRIDS)]
         return torch.randn(grid[1] * grid[2], 3 * 2 * 4 * 4, generator=generator).numpy(), grid
     tower = CONFIGS[name]().vision_config
@@ -129,7 +165,7 @@ def picture_inputs(name: str, numbers: Sequence[int]) -> dict[str, torch.Tensor]
     """Return some pictures as transformers' model takes them, beside the tokens."""
     features, grids = zip(*(picture(name, number) for number in numbers), strict=True)
     values = [torch.from_numpy(one) for one in features]
-    if name == "qwen2.5-vl":
+    if name in QWEN:
         return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
     rows, columns = grids[0]
     patch = CONFIGS[name]().vision_config.patch_size
@@ -143,7 +179,7 @@ def num_tokens(name: str, number: int) -> int:
     config, (features, _) = CONFIGS[name](), picture(name, number)
     if name == "gemma3":
         return config.mm_tokens_per_image
-    merged = config.vision_config.spatial_merge_size if name == "qwen2.5-vl" else config.scale_factor
+    merged = config.vision_config.spatial_merge_size if name in QWEN else config.scale_factor
     return len(features) // merged**2
 
 

@@ -49,4 +49,9 @@ def mean_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def put_rows(x: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
     """x[index[i]] = rows[i]; [T, ...], [S, ...], int64 [S]."""
-    x[index] = rows
+    x[index] = rows.reshape(len(rows), *x.shape[1:])
+
+
+def join(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """[T, A], [T, B] -> [T, A + B]."""
+    return torch.cat((x.flatten(1), y.flatten(1)), dim=1)
