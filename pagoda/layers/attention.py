@@ -40,7 +40,7 @@ FUSED_Q_K_V = ("qkv_proj", "qkv_proj", "qkv_proj")
 class Attention(Module):
     """Attention of the batch's tokens, causal over the cache or of a whole text to itself.
 
-    rotary: None for a model that has positions elsewhere.   rotates: False where this layer does not apply it.
+    rotary: None for a model that has positions elsewhere; set to None where the layer does not apply it.
     causal: a token attends to those before it, which are in the cache: `kv` is what this layer keeps there. False: to
         all tokens of its text, which must all be in the batch; `kv` is None.
     window: only tokens less than so many positions away, 0 for all.   scale: multiplies scores, by default
@@ -50,7 +50,7 @@ class Attention(Module):
         caller's.
     q_norm, k_norm: applied before the rotary embedding; None where there are none. Of the size of a head: to each. As
         large as all heads: over all of them, so that every rank computes all of q, k and v.
-    distance_bias: added to scores, and shared by layers.
+    distance_bias: added to scores, and shared by layers; set where there is one.
     place: where in the cache; set when the model's layers are put into groups. Of one that is not causal: the group
         says which of the batch's metadata has the texts, or parts of them, whose tokens attend to each other.
     """
@@ -71,8 +71,6 @@ class Attention(Module):
         out: str | None = "o_proj",
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        rotates: bool = True,
-        distance_bias: DistanceBias | None = None,
     ) -> None:
         dim = heads.dim
         q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
@@ -92,8 +90,8 @@ class Attention(Module):
         if out is not None:
             self.o_proj = Linear(q_size, (Part(out, hidden_size),), out_bias, Axis.IN, unit=dim)
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.rotary = rotary if rotates else None
-        self.distance_bias = distance_bias
+        self.rotary = rotary
+        self.distance_bias: DistanceBias | None = None
         self.first_head = 0  # of all ranks' heads
         self.heads = self.computed_heads = heads
         self.first_heads: tuple[int, int] | None = None

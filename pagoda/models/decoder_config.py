@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
-from pagoda.base.pooling import PoolingPlan
 from pagoda.layers.attention import Heads
 from pagoda.layers.mlp import ExpertsConfig
 from pagoda.layers.norm import LayerNorm, RMSNorm
-from pagoda.layers.parameter import PickedRows
 from pagoda.layers.rope_config import RopeConfig, RopeType
 from pagoda.models.config_reader import ConfigReader, read_rope
 from pagoda.ops.declare import Activation
@@ -65,9 +63,8 @@ class DecoderConfig:
     layer: the class of the layers, None for LlamaLayer.
     unrotated_layers: indices of the layers whose attention has no rotary embedding.
     fused_qkv, fused_gate_up: the checkpoint stores q, k and v as one matrix, gate and up as one.
-    plain_mlp: MLPs are not gated.   head_bias: of the head for tokens.
+    plain_mlp: MLPs are not gated.
     experts: in place of the MLP, if there are any.   dense_layers: indices of the layers with an MLP even so.
-    head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
     bidirectional: tokens attend to later ones, too (EmbeddingGemma).
     """
 
@@ -89,14 +86,11 @@ class DecoderConfig:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     plain_mlp: bool = False
-    head_bias: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig = _NO_EXPERTS
     dense_layers: frozenset[int] = frozenset()
-    head: PoolingPlan | None = None
-    head_rows: PickedRows | None = None
     bidirectional: bool = False
 
     @property

@@ -49,8 +49,9 @@ class DecoderAttention(Attention):
             names=FUSED_Q_K_V if config.fused_qkv else Q_K_V,
             q_norm=norm(heads.num_heads),
             k_norm=norm(heads.num_kv_heads),
-            rotates=index not in config.unrotated_layers,
         )
+        if index in config.unrotated_layers:
+            self.rotary = None
 
 
 def mlp_of(config: DecoderConfig, index: int) -> GatedMLP | PlainMLP | MoE:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
@@ -84,9 +85,10 @@ class LlamaModel(Module):
 
 
 class Llama(Model):
-    """The model and its head.   body: what holds the layers."""
+    """The model and its head.   body: what holds the layers.   has_head_bias: the head for tokens has one."""
 
     body: type[LlamaModel] = LlamaModel
+    has_head_bias: ClassVar[bool] = False
     takes_embeds = True
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -95,7 +97,7 @@ class Llama(Model):
         self.model = self.body(config)
         tied = self.model.embed_tokens if spec.tie_embeddings else None
         self.lm_head = LMHead(
-            spec.hidden_size, spec.vocab_size, tied, config.logit_softcap, config.logit_scale, config.head_bias
+            spec.hidden_size, spec.vocab_size, tied, config.logit_softcap, config.logit_scale, self.has_head_bias
         )
         self.kv_groups = place_kv(self)
 

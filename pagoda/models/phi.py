@@ -23,9 +23,11 @@ def _read_phi(config: ConfigReader) -> DecoderConfig:
         plain_mlp=True,
         default_activation="gelu_new",
     )
-    return replace(
-        decoder, layer=SharedNormLayer, qkv_bias=True, attention_out_bias=True, mlp_bias=True, head_bias=True
-    )
+    return replace(decoder, layer=SharedNormLayer, qkv_bias=True, attention_out_bias=True, mlp_bias=True)
+
+
+class Phi(Llama):
+    has_head_bias = True
 
 
 _TENSORS = (
@@ -39,7 +41,7 @@ PHI = Architecture(
     name="phi",
     title="Phi-2",
     hf_names=("PhiForCausalLM",),
-    model=Llama,
+    model=Phi,
     read=_read_phi,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=_TENSORS + BARE.substitutions)),
     gguf_name="phi2",

@@ -11,6 +11,7 @@ from functools import partial
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.hf_overrides import PLAIN, TWO_WAY
+from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.base.ranks import RankPlace
 from pagoda.layers.kv import place_kv_of_stage
@@ -50,6 +51,22 @@ class TokenHead:
     plan: PoolingPlan
 
 
+@dataclass(frozen=True, slots=True)
+class LabelledConfig:
+    """A decoder without its head for tokens.
+
+    plan: pooling and labels of a classification head, None without one.   rows: what it is made from, if not stored.
+    """
+
+    decoder: DecoderConfig
+    plan: PoolingPlan | None
+    rows: PickedRows | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.decoder.spec
+
+
 def read_token_head(config: ConfigReader, decoder: DecoderConfig) -> TokenHead | None:
     """Return the head that `classifier_from_token` asks for; None without it. Raises ConfigError."""
     tokens, token_ids = config.texts("classifier_from_token"), config.ids(TOKEN_IDS)
@@ -67,8 +84,6 @@ def read_token_head(config: ConfigReader, decoder: DecoderConfig) -> TokenHead |
     if decoder.logit_softcap or decoder.logit_scale != 1.0:
         what = "final_logit_softcapping" if decoder.logit_softcap else "logits that are scaled"
         raise ConfigError(f"{config.origin}: classifier_from_token is not supported with {what}")
-    if decoder.head_bias:
-        raise ConfigError(f"{config.origin}: classifier_from_token is not supported with a head that has a bias")
     path = "model.embed_tokens.weight" if decoder.spec.tie_embeddings else "lm_head.weight"
     vocab_size = decoder.spec.vocab_size
     template = QWEN3_RERANKER if is_reranker else ""
@@ -151,16 +166,20 @@ def pooled_variants(decoder: Architecture) -> dict[str, Architecture]:
 _CAUSAL = "ForCausalLM"
 
 
-def _build(decoder: Architecture, config: DecoderConfig) -> Model:
-    tree = decoder.model(config)
+def _build(decoder: Architecture, config: DecoderConfig | LabelledConfig) -> Model:
+    if not isinstance(config, LabelledConfig):
+        config = LabelledConfig(config, None)
+    tree = decoder.model(config.decoder)
     assert isinstance(tree, Llama)
-    return PooledDecoder(tree, config.head, config.head_rows)
+    if config.rows is not None and tree.has_head_bias:
+        raise ConfigError("classifier_from_token is not supported with a head that has a bias")
+    return PooledDecoder(tree, config.plan, config.rows)
 
 
-def _read_labels(decoder: Architecture, config: ConfigReader) -> DecoderConfig:
+def _read_labels(decoder: Architecture, config: ConfigReader) -> LabelledConfig:
     """Read the decoder's settings, and its classification head."""
     settings = decoder.read(config)
     made = read_token_head(config, settings)
     if made is not None:
-        return replace(settings, head=made.plan, head_rows=made.rows)
-    return replace(settings, head=read_pooling_plan(config, PoolingKind.LAST))
+        return LabelledConfig(settings, made.plan, made.rows)
+    return LabelledConfig(settings, read_pooling_plan(config, PoolingKind.LAST))

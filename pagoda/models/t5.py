@@ -54,9 +54,8 @@ class T5Block(Module):
     def __init__(self, config: T5Config, bias: DistanceBias, is_decoder: bool) -> None:
         spec, eps = config.spec, config.norm_eps
         size, heads = spec.hidden_size, Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self.self_attn = Attention(
-            size, heads, None, causal=is_decoder, scale=1.0, names=_Q_K_V, out="o", distance_bias=bias
-        )
+        self.self_attn = Attention(size, heads, None, causal=is_decoder, scale=1.0, names=_Q_K_V, out="o")
+        self.self_attn.distance_bias = bias
         self.self_attn_norm = RMSNorm(size, eps)
         self.encoder_attn: CrossAttention | None = None
         self.encoder_attn_norm: RMSNorm | None = None
