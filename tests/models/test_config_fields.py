@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import transformers
-from transformers import Gemma4Config, PretrainedConfig, T5Config
+from transformers import Gemma4Config, PretrainedConfig, Qwen3_5MoeConfig, T5Config
 
 from pagoda.base.errors import ConfigError
 from pagoda.models.architecture import Architecture
@@ -59,7 +59,7 @@ _LATENT = {
     "qk_head_dim": _DERIVED,
     "num_key_value_heads": "latent attention has keys of every head",
 }
-_QWEN3_5 = {"vision_config": _TOWER, "text_config.tie_word_embeddings": "that of the whole counts"}
+_QWEN3_VL = {"vision_config.dtype": _OF_TEXT, "text_config.tie_word_embeddings": "that of the whole counts"}
 _T5 = {
     "is_decoder": "it always has both",
     **dict.fromkeys(("dense_act_fn", "is_gated_act"), _DERIVED),
@@ -125,8 +125,7 @@ OF_FAMILY: dict[str, dict[str, str]] = {
         "z_loss_coefficient": _TRAINING,
         "num_logits_to_keep": _BOOKKEEPING,
     },
-    "qwen3_5": _QWEN3_5,
-    "qwen3_5_moe": _QWEN3_5,
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _QWEN3_VL),
     "modernbert": {"deterministic_flash_attn": _TRAINING, "decoder_bias": _OTHER_HEAD},
     "whisper": {
         **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens", "decoder_start_token_id"), _GENERATION),
@@ -155,6 +154,8 @@ def known_configs() -> dict[type[PretrainedConfig], list[dict[str, Any]]]:
             found[type(config)].append(settings_of(config))
     found[T5Config].append(settings_of(T5Config(decoder_start_token_id=0)))
     found[Gemma4Config].append(settings_of(Gemma4Config(text_config=tiny.CONFIGS["gemma4-moe"]().to_dict())))
+    tower, text = tiny_vision.QWEN3_TOWER, tiny.CONFIGS["qwen3.5-moe"]().to_dict()
+    found[Qwen3_5MoeConfig].append(settings_of(Qwen3_5MoeConfig(text_config=text, vision_config=tower)))
     return found
 
 

@@ -69,7 +69,7 @@ def _qwen2_5_vl() -> PretrainedConfig:
     )  # fmt: skip
 
 
-_QWEN3_TOWER = {
+QWEN3_TOWER = {
     "depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 80, "patch_size": 4, "out_hidden_size": 96,
     "num_position_embeddings": 25,
 }  # fmt: skip
@@ -83,7 +83,7 @@ def _qwen3_vl() -> PretrainedConfig:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text = {**_TEXT, **_EVEN_HEADS, "head_dim": 16, "model_type": "qwen3_vl_text", "rope_parameters": rope}
     return Qwen3VLConfig(
-        text_config=text, vision_config={**_QWEN3_TOWER, "deepstack_visual_indexes": [0, 2]}, **_QWEN3_IDS
+        text_config=text, vision_config={**QWEN3_TOWER, "deepstack_visual_indexes": [0, 2]}, **_QWEN3_IDS
     )
 
 
@@ -97,7 +97,7 @@ def _qwen3_5() -> PretrainedConfig:
         "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     }  # fmt: skip
-    return Qwen3_5Config(text_config=text, vision_config=_QWEN3_TOWER, **_QWEN3_IDS)
+    return Qwen3_5Config(text_config=text, vision_config=QWEN3_TOWER, **_QWEN3_IDS)
 
 
 def _gemma3() -> PretrainedConfig:
