@@ -286,8 +286,8 @@ def _position_runs(text: ConfigReader, decoder: DecoderConfig, sections: tuple[i
     rope.expect("mrope_interleaved", True)
     counts = tuple(rope.ids("mrope_section")) or sections
     turned = decoder.rope_full.num_rotated(decoder.spec.head_dim) // 2
-    if len(counts) != POSITION_KINDS or sum(counts) != turned:
-        raise ConfigError(f"{rope.origin}: mrope_section = {list(counts)} does not add up to the {turned} pairs turned")
+    if len(counts) != POSITION_KINDS:
+        raise rope.wrong("mrope_section", "three numbers")
     kinds = [0] * (decoder.spec.head_dim // 2)
     for kind in (1, 2):
         for pair in range(kind, min(counts[kind] * POSITION_KINDS, turned), POSITION_KINDS):
