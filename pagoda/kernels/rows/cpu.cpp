@@ -76,15 +76,14 @@ PAGODA_EXPORT void pagoda_put_rows(const PutRowsArgs* a, int32_t) {
     const char* from = elements_of<char>(a->rows);
     char* to = elements_of<char>(a->x);
     for (int64_t i = 0; i < a->index.rows; i++)
-        memcpy(to + index[i] * bytes, from + i * a->rows.stride * element_bytes, static_cast<size_t>(bytes));
+        memcpy(to + index[i] * bytes, from + i * a->rows.stride * element_bytes(a->rows), static_cast<size_t>(bytes));
 }
 
 PAGODA_EXPORT void pagoda_join(const JoinArgs* a, int32_t) {
-    int64_t element_bytes = a->x.dtype == F32 ? 4 : 2, of_row = a->out.dim * element_bytes;
-    int64_t x_bytes = a->x.heads * a->x.dim * element_bytes, y_bytes = of_row - x_bytes;
+    int64_t size = element_bytes(a->x), x_bytes = row_elements(a->x) * size, y_bytes = row_elements(a->y) * size;
     for (int64_t i = 0; i < a->x.rows; i++) {
-        char* to = elements_of<char>(a->out) + i * of_row;
-        memcpy(to, elements_of<char>(a->x) + i * a->x.stride * element_bytes, static_cast<size_t>(x_bytes));
-        memcpy(to + x_bytes, elements_of<char>(a->y) + i * a->y.stride * element_bytes, static_cast<size_t>(y_bytes));
+        char* to = elements_of<char>(a->out) + i * (x_bytes + y_bytes);
+        memcpy(to, elements_of<char>(a->x) + i * a->x.stride * size, static_cast<size_t>(x_bytes));
+        memcpy(to + x_bytes, elements_of<char>(a->y) + i * a->y.stride * size, static_cast<size_t>(y_bytes));
     }
 }
