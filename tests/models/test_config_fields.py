@@ -59,7 +59,7 @@ _LATENT = {
     "qk_head_dim": _DERIVED,
     "num_key_value_heads": "latent attention has keys of every head",
 }
-_QWEN3_VL = {"vision_config.dtype": _OF_TEXT, "text_config.tie_word_embeddings": "that of the whole counts"}
+_QWEN3_5 = {"vision_config.dtype": _OF_TEXT, "text_config.tie_word_embeddings": "that of the whole counts"}
 _T5 = {
     "is_decoder": "it always has both",
     **dict.fromkeys(("dense_act_fn", "is_gated_act"), _DERIVED),
@@ -125,7 +125,8 @@ OF_FAMILY: dict[str, dict[str, str]] = {
         "z_loss_coefficient": _TRAINING,
         "num_logits_to_keep": _BOOKKEEPING,
     },
-    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _QWEN3_VL),
+    "qwen3_vl": {"vision_config.dtype": _OF_TEXT},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5),
     "modernbert": {"deterministic_flash_attn": _TRAINING, "decoder_bias": _OTHER_HEAD},
     "whisper": {
         **dict.fromkeys(("begin_suppress_tokens", "suppress_tokens", "decoder_start_token_id"), _GENERATION),
