@@ -46,7 +46,7 @@ class Scan:
 
     def call(self, ops: NativeOps, num_tokens: int) -> Callable[[KVLayer, AttentionMetadata], object]:
         x = torch.randn(num_tokens, self.heads * self.value_dim + 2 * self.groups * self.key_dim).to(_BF16)
-        numbers, of_heads = torch.randn(num_tokens, self.heads).to(_BF16), torch.randn(self.heads)
+        numbers, of_heads = torch.randn(num_tokens, self.heads).to(_BF16), -torch.rand(self.heads)  # states decay
         numbers_of = {"mamba2": (numbers,), "gated_delta": (numbers, numbers)}[self.op]
         parameters = (of_heads,) * (3 if self.op == "mamba2" else 2)
         op = getattr(ops, self.op)

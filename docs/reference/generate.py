@@ -426,7 +426,7 @@ def _titles(architectures: Iterable[Any]) -> str:
 
 
 def _read_from(kind: str, architectures: tuple[Any, ...]) -> str:
-    without = [one for one in architectures if one.gguf_name is None]
+    without = [one for one in architectures if not one.gguf_names]
     if len(without) == len(architectures) or "images" in kind:  # a GGUF's tower is not loaded
         return "no"
     return f"yes, but for {_titles(without)}" if without else "yes"

@@ -111,7 +111,7 @@ def families(as_json: JsonObject = False) -> None:
     from pagoda.models.registry import FAMILIES
 
     rows = [
-        (one.title or one.name, kind, one.gguf_name or "", ", ".join(one.hf_names))
+        (one.title or one.name, kind, ", ".join(one.gguf_names), ", ".join(one.hf_names))
         for kind, architectures in FAMILIES.items()
         for one in architectures
     ]

@@ -50,10 +50,10 @@ class Mamba2(RecurrentLayer):
         self.in_proj = Linear(hidden_size, (Part("in_proj", size),), shape.bias)
         states = (shape.num_heads, shape.state_size, shape.head_dim)
         super().__init__("Mamba-2 layers", shape.conv_size, shape.num_taps, shape.conv_bias, states)
-        self.a_log, self.dt_bias, self.d = (
-            Parameter[Tensor](Vector(shape.num_heads, is_float32=True)) for _ in range(3)
-        )
-        self.norm: Parameter[Tensor] | None = Parameter[Tensor](Vector(shape.inner_size))
+        self.rate = Parameter[Tensor](Vector(shape.num_heads, negative_exp=True, is_float32=True))
+        self.dt_bias, self.d = (Parameter[Tensor](Vector(shape.num_heads, is_float32=True)) for _ in range(2))
+        of_group = Vector(shape.inner_size, unit=shape.inner_size // shape.num_groups)
+        self.norm: Parameter[Tensor] | None = Parameter[Tensor](of_group)
         self.out_proj = Linear(shape.inner_size, (Part("out_proj", hidden_size),), shape.bias)
         self.shape, self.norm_eps, self.gate_first = shape, norm_eps, gate_first
 
@@ -61,7 +61,7 @@ class Mamba2(RecurrentLayer):
         shape = self.shape
         z, xbc, dt = self.project(ops, x)
         xbc = self.convolve(ops, xbc, states, metadata)
-        heads = self.a_log.value, self.dt_bias.value, self.d.value
+        heads = self.rate.value, self.dt_bias.value, self.d.value
         return self.gate(ops, ops.mamba2(xbc, dt, *heads, states, metadata, shape.dt_min, shape.dt_max), z)
 
     def project(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -85,6 +85,7 @@ class Vector:
     """One value per element, in the compute dtype.
 
     unit_offset: the layer multiplies by 1 + value.   zeros: the checkpoint has none; all values are 0.
+    negative_exp: the layer takes -exp of the checkpoint's value.
     is_float32: in float32, whatever the compute dtype.   is_number: it has one element, and is held as a Python float.
     unit, rotary: its elements belong to rows of heads so large, in the order of those; see Part.
     """
@@ -92,6 +93,7 @@ class Vector:
     size: int
     unit_offset: bool = False
     zeros: bool = False
+    negative_exp: bool = False
     is_float32: bool = False
     is_number: bool = False
     unit: int = 1

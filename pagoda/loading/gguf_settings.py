@@ -3,6 +3,7 @@
 A setting of the architecture that is not read, and not known to leave the result as it is, is refused.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +17,7 @@ from pagoda.loading.gguf_file import GGUFFile, Value
 from pagoda.loading.token_ids import end_token_ids
 from pagoda.models.architecture import Architecture, TreeConfig
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, RECURRENT, SLIDING, DecoderConfig
+from pagoda.models.decoder_config import FULL, MLP, RECURRENT, SLIDING, DecoderConfig
 from pagoda.models.registry import BY_GGUF_NAME
 
 # GGUF keys after "{architecture}." and their names in config.json.
@@ -24,7 +25,6 @@ _INTEGERS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
     "attention.sliding_window": "sliding_window",
     "expert_count": "num_experts",
@@ -37,6 +37,16 @@ _INTEGERS = {
     "interleave_moe_layer_step": "moe_layer_interval",
     "shortconv.l_cache": "conv_L_cache",
     "nextn_predict_layers": "num_nextn_predict_layers",
+    "moe_latent_size": "moe_latent_size",
+    "full_attention_interval": "full_attention_interval",
+    # config.json names these differently in almost every architecture with recurrent layers.
+    **{
+        key: key
+        for key in (
+            *("ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count"),
+            "expert_shared_feed_forward_length",
+        )
+    },
 }
 _NUMBERS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -61,19 +71,31 @@ _ROPE_SCALING = (
     *("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"),
     *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
 )
-_KV_HEADS = "attention.head_count_kv"
+_KV_HEADS, _INNER_SIZE = "attention.head_count_kv", "feed_forward_length"
 _WORDS = {
     **_INTEGERS,
     _KV_HEADS: "num_key_value_heads",
+    _INNER_SIZE: "intermediate_size",
     **_NUMBERS,
     **_FLAGS,
     **dict.fromkeys(_ROPE_SCALING, "rope_scaling"),
     **dict.fromkeys(("attention.key_length", "attention.value_length"), "head_dim"),
     "rope.dimension_count": "partial_rotary_factor",
     "expert_gating_func": "scoring_func",
-    "attention.sliding_window_pattern": "layer_types",
+    **dict.fromkeys(("attention.sliding_window_pattern", "attention.recurrent_layers"), "layer_types"),
+    "rope.dimension_sections": "mrope_section",
 }
 """What a key becomes: the setting that an architecture reads, or does not."""
+
+_OPTIONAL_TENSORS = {
+    "attention_out_bias": "attn_output.bias",
+    "qk_norm": "attn_q_norm.weight",
+    "mlp_bias": "ffn_down.bias",
+    "ssm.conv_bias": "ssm_conv1d.bias",
+    "ssm.norm": "ssm_norm.weight",
+    "ssm.by_group": "ssm_in.weight",
+}
+"""Settings that are true where a layer has a tensor."""
 
 _NO_WINDOW = "llama.cpp has no window for architectures that do not read one here"
 _OTHER_NORM = "of the other kind of norm than the architecture has"
@@ -123,7 +145,7 @@ def read_gguf(file: GGUFFile) -> tuple[Architecture, TreeConfig]:
     except ConfigError as error:
         raise ConfigError(f"{file.path}: {error}") from None
     num_experts = file.get(f"{name}.expert_count", int) or 0
-    matching = [candidate for candidate in candidates if candidate.experts == (num_experts > 0)]
+    matching = [candidate for candidate in candidates if candidate.experts in (None, num_experts > 0)]
     if not matching:
         raise ConfigError(
             f"{file.path}: {name}.expert_count = {num_experts}: pagoda knows {name!r} only "
@@ -194,33 +216,37 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     if (token_types := file.tensors.get("token_types.weight")) is not None:
         values["type_vocab_size"] = token_types.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    values["attention_bias"] = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & file.tensors.keys())
-    values["attention_out_bias"] = "blk.0.attn_output.bias" in file.tensors
-    values["qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
-    values["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+    of_layers = {tensor.split(".", 2)[2] for tensor in file.tensors if re.match(r"blk\.\d+\.", tensor)}
+    values["attention_bias"] = bool({"attn_q.bias", "attn_qkv.bias"} & of_layers)
+    values |= {word: tensor in of_layers for word, tensor in _OPTIONAL_TENSORS.items()}
     values["eos_token_id"] = list(end_token_ids(file))
     values["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
     values["dtype"] = _natural_dtype(file)
-    values["one_norm"] = "blk.0.ffn_norm.weight" not in file.tensors
-    of_layers = _kv_heads_of_layers(file, name)
-    values["num_key_value_heads"] = max(of_layers) if of_layers else file.get(f"{name}.{_KV_HEADS}", int)
+    values["one_norm"] = "ffn_norm.weight" not in of_layers
+    kv_heads, inner_sizes = (_numbers_of_layers(file, name, key) for key in (_KV_HEADS, _INNER_SIZE))
+    values["num_key_value_heads"] = max(kv_heads) if kv_heads else file.get(f"{name}.{_KV_HEADS}", int)
+    values["intermediate_size"] = max(inner_sizes) if inner_sizes else file.get(f"{name}.{_INNER_SIZE}", int)
     values["layer_types"] = _layer_types(file, name)
-    if of_layers and 0 in of_layers:
-        values["layer_types"] = [FULL if count else RECURRENT for count in of_layers]
+    if kv_heads and 0 in kv_heads:
+        values["layer_types"] = [FULL if count else RECURRENT for count in kv_heads]
+    if inner_sizes and 0 in inner_sizes:
+        types = values["layer_types"] or [FULL] * len(inner_sizes)
+        values["layer_types"] = [MLP if size else kind for size, kind in zip(inner_sizes, types, strict=False)]
+    sections = file.metadata.get(f"{name}.rope.dimension_sections")
+    values["mrope_section"] = sections.tolist() if isinstance(sections, np.ndarray) else sections
     values["rope_scaling"] = _longrope(file, f"{name}.rope.scaling") or _rope_scaling(file, f"{name}.rope")
     return values
 
 
-def _kv_heads_of_layers(file: GGUFFile, name: str) -> list[int] | None:
-    """Return the KV heads of each layer, where the file says them: 0 of those without attention.
+def _numbers_of_layers(file: GGUFFile, name: str, key: str) -> list[int] | None:
+    """Return what the file says of each layer, if it does: 0 of those without KV heads, or without an MLP.
 
-    Raises ConfigError if layers with attention differ.
+    Raises ConfigError if the others differ.
     """
-    key = f"{name}.{_KV_HEADS}"
-    if not isinstance(stated := file.metadata.get(key), np.ndarray) or stated.dtype.kind not in "iu":
+    if not isinstance(stated := file.metadata.get(f"{name}.{key}"), np.ndarray) or stated.dtype.kind not in "iu":
         return None
-    if len({*stated.tolist()} - {0}) > 1:
-        raise _unsupported(file, key, stated)
+    if len({*stated.tolist()} - {0}) > 1 or len(stated) != file.require(f"{name}.block_count", int):
+        raise _unsupported(file, f"{name}.{key}", stated)
     return [int(count) for count in stated]
 
 
@@ -229,6 +255,8 @@ _GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid"}
 
 def _layer_types(file: GGUFFile, name: str) -> list[str] | None:
     """Return the kind of each layer, where the file says it: a flag for each, or that every n-th has no window."""
+    if isinstance(recurrent := file.metadata.get(f"{name}.attention.recurrent_layers"), np.ndarray):
+        return [RECURRENT if flag else FULL for flag in recurrent.astype(bool).tolist()]
     key = f"{name}.attention.sliding_window_pattern"
     if isinstance(stated := file.metadata.get(key), np.ndarray):
         has_window = stated.astype(bool).tolist()

@@ -134,6 +134,10 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
 class Filler:
     """Fills the parameters of a tree from a checkpoint, by their declarations and shards."""
 
@@ -208,10 +212,7 @@ class Filler:
             case Vector():
                 return self._vector(path, declared)
             case Taps(channels, taps, factors):
-                # llama.cpp's files leave out the dimension of one.
-                is_flat = self._naming.by_part and taps > 1
-                shape = (channels, taps) if is_flat else (channels, 1, taps)
-                stored = self._tensor(path, shape, torch.float32).view(channels, 1, taps)
+                stored = self._tensor(path, (channels, 1, taps), torch.float32)
                 if factors:
                     counts = torch.tensor([count for count, _ in factors])
                     stored *= torch.tensor([factor for _, factor in factors]).repeat_interleave(counts).view(-1, 1, 1)
@@ -226,12 +227,15 @@ class Filler:
             case Matrix():
                 return self._experts(path, declared, parameter.shard)
 
-    def _tensor(self, path: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _tensor(self, path: str, shape: tuple[int, ...], dtype: torch.dtype, *others: tuple[int, ...]) -> torch.Tensor:
+        """Return a stored tensor.   others: further shapes that it may have; dimensions of one may be left out."""
         name = self._naming.find(path).name
-        self._check_shape(name, shape)
-        out = torch.empty(shape, dtype=dtype, device=self._device)
+        stored = self._weights.shape(name)
+        if _without_ones(stored) not in map(_without_ones, (shape, *others)):
+            self._check_shape(name, shape)
+        out = torch.empty(stored, dtype=dtype, device=self._device)
         self._weights.read_into(name, out)
-        return out
+        return out.view(shape)
 
     def _table(self, path: str, declared: Table, shard: MatrixShard) -> torch.Tensor:
         name, skipped = self._naming.find(path).name, declared.skipped
@@ -265,13 +269,12 @@ class Filler:
         dtype = torch.float32 if declared.is_float32 else self._dtype
         if declared.zeros:
             return torch.zeros(declared.size, dtype=dtype, device=self._device)
-        stored = self._naming.find(path)
-        shape = stored.shape_of_vector(declared.size)
-        if declared.is_number and self._weights.shape(stored.name) == ():
-            shape = ()
-        out = self._tensor(path, shape, torch.float32).view(declared.size)
-        if declared.unit_offset and self._naming.unit_offset_stored:
+        by_unit = (declared.size // declared.unit, declared.unit)
+        out = self._tensor(path, (declared.size,), torch.float32, by_unit)
+        if declared.unit_offset and self._naming.folded:
             out -= 1.0  # in float32: 1 + weight has lost nothing yet
+        if declared.negative_exp and not self._naming.folded:
+            out = -torch.exp(out)
         order = None if declared.rotary is None else declared.rotary.head_order(declared.unit)
         if order is not None:
             out = out.view(-1, declared.unit)[:, list(order)].flatten()
@@ -420,7 +423,10 @@ class Filler:
         return part.unit_order(self._naming.interleaved_rotary)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ConfigError for an unexpected shape, before anything of that size is allocated."""
+        """Raise ConfigError for an unexpected shape, before anything of that size is allocated.
+
+        A matrix of one row may be stored as a vector.
+        """
         found = self._weights.shape(name)
-        if found != shape:
+        if found != shape and (1, *found) != shape:
             raise self._weights.wrong(name, f"has the shape {found}, the model's settings ask for {shape}")

@@ -149,6 +149,8 @@ class GGUFWeights:
         block, block_bytes = GGML_QUANT_SIZES[tensor.type]
         data = self._file.bytes_of(tensor)
         blocks = np.frombuffer(data, np.uint8).reshape(*tensor.shape[:-1], -1, block_bytes)
+        if region.columns is not None and len(tensor.shape) == 1:  # a matrix of one row
+            blocks = blocks[None]
         if region.index is not None:
             blocks = blocks[region.index]
         columns = region.columns if region.columns is not None else region.rows
@@ -276,6 +278,8 @@ def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
         tensor = tensor[region.index]
     if region.transposed:
         tensor = tensor.T
+    if region.columns is not None and tensor.dim() == 1:  # a matrix of one row
+        tensor = tensor[None]
     tensor = tensor[region.rows.start : region.rows.stop : region.rows.step]
     if tensor.dim() > 2:  # a convolution's
         tensor = (tensor.movedim(1, -1) if region.channels_last else tensor).flatten(1)

@@ -23,6 +23,6 @@ ARCEE = Architecture(
     hf_names=("ArceeForCausalLM",),
     model=Llama,
     read=read,
-    gguf_name="arcee",
+    gguf_names=("arcee",),
     gguf=gguf_naming(interleaved_rotary=True),
 )

@@ -36,8 +36,8 @@ class Architecture(Generic[ConfigT]):
     hf: the possible namings of a safetensors checkpoint; the first whose tables and norms all exist is used.
     unused: regular expression of a checkpoint's modules that no result depends on, if the tree has none of that name.
     zeros: a checkpoint's tensors that the model does not read, because they are zeros; others are refused.
-    gguf_name: `general.architecture` of a GGUF, None if llama.cpp has no name for it.
-    experts: whether the model has experts; llama.cpp may use one name for both kinds.
+    gguf_names: values of `general.architecture` of a GGUF, none if llama.cpp has no name for it.
+    experts: whether the model has experts, None if it may; llama.cpp may use one name for both kinds.
     gguf_settings: derives settings that llama.cpp does not store from those that it stores.
     """
 
@@ -48,8 +48,8 @@ class Architecture(Generic[ConfigT]):
     hf: tuple[Naming, ...] = (HF, BARE)
     unused: str | None = None
     zeros: tuple[str, ...] = ()
-    gguf_name: str | None = None
-    experts: bool = False
+    gguf_names: tuple[str, ...] = ()
+    experts: bool | None = False
     gguf: Naming = field(default_factory=gguf_naming)
     gguf_settings: Callable[[ConfigReader], dict[str, object]] = _nothing
     title: str = ""

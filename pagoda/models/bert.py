@@ -186,7 +186,7 @@ BERT = Architecture(
     read=read,
     hf=bert_namings("bert"),
     unused=r"(bert\.)?pooler\.dense|cls\..+",
-    gguf_name="bert",
+    gguf_names=("bert",),
     gguf=Naming(_GGUF_NAMES, by_part=True),
 )
 

@@ -60,7 +60,7 @@ COHERE = Architecture(
     hf_names=("CohereForCausalLM",),
     model=Llama,
     read=_read_cohere,
-    gguf_name="command-r",
+    gguf_names=("command-r",),
 )
 COHERE2 = Architecture(
     name="cohere2", title="Command R7B", hf_names=("Cohere2ForCausalLM",), model=Llama, read=_read_cohere2

@@ -17,7 +17,8 @@ from pagoda.ops.declare import Activation
 if TYPE_CHECKING:
     from pagoda.models.decoder_layers import LlamaLayer
 
-FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+FULL, SLIDING, RECURRENT, MLP = "full_attention", "sliding_attention", "linear_attention", "mlp"
+"""Types of layers. One of type MLP has nothing else."""
 
 _MOST_POSITIONS = 1 << 26
 MOST_EXPERTS = 4096
@@ -162,6 +163,12 @@ def read_text_settings(config: ConfigReader, *model_types: str) -> ConfigReader:
     text.choice("model_type", model_types, model_types[0])
     tied = config.flag("tie_word_embeddings", False)
     return text.changed({"tie_word_embeddings": tied})
+
+
+def num_layers_without_drafters(config: ConfigReader) -> int:
+    """Return the number of layers in a GGUF's settings, without those of draft heads, which llama.cpp counts."""
+    num_drafters = config.get("num_nextn_predict_layers")
+    return config.num_layers() - (num_drafters if isinstance(num_drafters, int) else 0)
 
 
 def read_experts(config: ConfigReader, inner_size_key: str, renormalize: bool) -> ExpertsConfig:

@@ -60,7 +60,7 @@ ERNIE4_5 = Architecture(
     hf_names=("Ernie4_5ForCausalLM",),
     model=Llama,
     read=_read_dense,
-    gguf_name="ernie4_5",
+    gguf_names=("ernie4_5",),
 )
 _TENSORS = (
     (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
@@ -72,7 +72,7 @@ ERNIE4_5_MOE = Architecture(
     hf_names=("Ernie4_5_MoeForCausalLM",),
     model=Llama,
     read=_read_moe,
-    gguf_name="ernie4_5-moe",
+    gguf_names=("ernie4_5-moe",),
     experts=True,
     gguf_settings=_gguf_settings,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=(*_TENSORS, (r"^model\.", "")))),

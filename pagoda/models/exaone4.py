@@ -36,6 +36,6 @@ EXAONE4 = Architecture(
     hf_names=("Exaone4ForCausalLM",),
     model=Llama,
     read=read,
-    gguf_name="exaone4",
+    gguf_names=("exaone4",),
     gguf=POST_NORM_GGUF,
 )

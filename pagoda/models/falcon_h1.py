@@ -13,8 +13,15 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig
 from pagoda.models.decoder_layers import DecoderAttention, LlamaLayer
-from pagoda.models.mamba2 import Mamba2Config, mixer_names, read_mamba_shape
-from pagoda.models.naming import Naming
+from pagoda.models.mamba2 import (
+    HYBRID_SHAPE,
+    Mamba2Config,
+    gguf_mixer_names,
+    gguf_shape,
+    mixer_names,
+    read_mamba_shape,
+)
+from pagoda.models.naming import Naming, gguf_naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.declare import Activation
 from pagoda.ops.forward import ForwardOps
@@ -39,12 +46,16 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FalconH1Config(Mamba2Config):
-    """mamba_out_bias: of Mamba-2's last projection.   mamba_normed: it has a norm.   gate_first: see Mamba2."""
+    """folded: the weights are stored multiplied.   mamba_out_bias: of Mamba-2's last projection.
+
+    mamba_normed: it has a norm.   gate_first: see Mamba2.
+    """
 
     multipliers: Multipliers
     mamba_out_bias: bool
     mamba_normed: bool
     gate_first: bool
+    folded: bool
 
 
 class FalconMamba2(Mamba2):
@@ -146,6 +157,7 @@ def read(config: ConfigReader) -> FalconH1Config:
         mamba_out_bias=config.flag("projectors_bias", False),
         mamba_normed=config.flag("mamba_rms_norm", False),
         gate_first=not config.flag("mamba_norm_before_gate", True),
+        folded=config.flag("multipliers_folded", False),
     )
 
 
@@ -157,11 +169,30 @@ def _numbers(config: ConfigReader, key: str, count: int) -> tuple[float, ...]:
     return found
 
 
+class FalconH1(llama.Llama):
+    """A Llama whose adapters would need the multipliers that its weights may already have."""
+
+    def __init__(self, config: FalconH1Config) -> None:
+        super().__init__(config)
+        self.takes_adapters = not config.folded
+
+
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Set what follows from llama.cpp's computation: it has weights with the multipliers, and norms what is gated."""
+    return {
+        **gguf_shape(config, *HYBRID_SHAPE),
+        "mamba_d_ssm": config.get("ssm.inner_size"),
+        "mamba_rms_norm": config.get("ssm.norm"),
+        "mamba_norm_before_gate": False,
+        "multipliers_folded": True,
+    }
+
+
 FALCON_H1 = Architecture(
     name="falcon_h1",
     title="Falcon-H1",
     hf_names=("FalconH1ForCausalLM",),
-    model=llama.Llama,
+    model=FalconH1,
     read=read,
     hf=(
         Naming(
@@ -172,4 +203,15 @@ FALCON_H1 = Architecture(
             )
         ),
     ),
+    gguf_names=("falcon-h1",),
+    gguf=gguf_naming(
+        {
+            **gguf_mixer_names("mamba"),
+            "post_attention_layernorm.weight": "ffn_norm",
+            "feed_forward.gate_proj": "ffn_gate",
+            "feed_forward.up_proj": "ffn_up",
+            "feed_forward.down_proj": "ffn_down",
+        }
+    ),
+    gguf_settings=_gguf_settings,
 )

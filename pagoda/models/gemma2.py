@@ -81,7 +81,7 @@ GEMMA2 = Architecture(
     hf_names=("Gemma2ForCausalLM",),
     model=Llama,
     read=read,
-    gguf_name="gemma2",
+    gguf_names=("gemma2",),
     gguf=GGUF,
     gguf_settings=_gguf_settings,
 )

@@ -211,7 +211,7 @@ GEMMA3 = Architecture(
         *(_with_tower((r"^(model|lm_head)\.", r"language_model.\1."), "", inner) for inner in ("vision_model.", "")),
         *(_with_tower((r"^model\.", "model.language_model."), "model.", inner) for inner in ("vision_model.", "")),
     ),
-    gguf_name="gemma3",
+    gguf_names=("gemma3",),
     gguf=GGUF,
     gguf_settings=_gguf_settings,
 )

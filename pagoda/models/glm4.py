@@ -8,7 +8,7 @@ from dataclasses import replace
 from pagoda.layers.mlp import ExpertGroups
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, QKNorm, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, QKNorm, num_layers_without_drafters, read_decoder
 from pagoda.models.decoder_layers import SandwichLayer
 from pagoda.models.deepseek import NAMINGS, read_experts_in_groups
 from pagoda.models.llama import Llama
@@ -50,7 +50,7 @@ GLM4 = Architecture(
     model=Llama,
     read=read,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=(*_TENSORS, (r"^model\.", "")))),
-    gguf_name="glm4",
+    gguf_names=("glm4",),
     gguf=gguf_naming(
         {
             "mlp.gate_up_proj": "ffn_up",
@@ -64,9 +64,8 @@ GLM4 = Architecture(
 
 def _gguf_settings(config: ConfigReader) -> dict[str, object]:
     """Leave out the layers of the draft heads, which llama.cpp counts."""
-    num_drafters = config.get("num_nextn_predict_layers")
-    left = config.num_layers() - (num_drafters if isinstance(num_drafters, int) else 0)
     names = {"n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
+    left = num_layers_without_drafters(config)
     return {"num_hidden_layers": left, **{ours: config.get(theirs) for ours, theirs in names.items()}}
 
 
@@ -77,7 +76,7 @@ GLM4_MOE = Architecture(
     model=Llama,
     read=_read_moe,
     hf=NAMINGS,
-    gguf_name="glm4moe",
+    gguf_names=("glm4moe",),
     experts=True,
     gguf=gguf_naming({"post_attention_layernorm": "post_attention_norm"}),
     gguf_settings=_gguf_settings,

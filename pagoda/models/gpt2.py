@@ -98,7 +98,7 @@ GPT2 = Architecture(
         Naming(substitutions=_TENSORS, transposed=_TRANSPOSED),
         Naming(substitutions=(*_TENSORS, (r"^transformer\.", "")), transposed=_TRANSPOSED),
     ),
-    gguf_name="gpt2",
+    gguf_names=("gpt2",),
     gguf=gguf_naming(),
     gguf_settings=_gguf_settings,
 )

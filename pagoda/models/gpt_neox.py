@@ -68,6 +68,6 @@ GPT_NEOX = Architecture(
     model=Llama,
     read=read,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=(*_TENSORS, (r"^gpt_neox\.", "")))),
-    gguf_name="gptneox",
+    gguf_names=("gptneox",),
     gguf=gguf_naming(),
 )

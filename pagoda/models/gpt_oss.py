@@ -86,7 +86,7 @@ GPT_OSS = Architecture(
             transposed=r"\.experts\.\w+_proj$",
         ),
     ),
-    gguf_name="gpt-oss",
+    gguf_names=("gpt-oss",),
     experts=True,
     gguf=gguf_naming(
         {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks.weight"},

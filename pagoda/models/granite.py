@@ -31,12 +31,18 @@ def _read_moe(config: ConfigReader) -> DecoderConfig:
     return replace(read(config, "granitemoe"), experts=read_experts(config, "intermediate_size", renormalize=True))
 
 
+def gguf_multipliers(config: ConfigReader) -> dict[str, object]:
+    """Return the multipliers that llama.cpp's files have under other names, or need not have."""
+    scores = config.get("attention_multiplier") or config.integer("head_dim") ** -0.5
+    return {"logits_scaling": config.get("logit_scale"), "attention_multiplier": scores}
+
+
 def _gguf_settings(config: ConfigReader) -> dict[str, object]:
     if not config.flag("rope_finetuned", True):  # llama.cpp then leaves out the rotary embedding
         raise ConfigError(
             f"{config.origin}: rope.scaling.finetuned = false is not supported with Granite; expected true"
         )
-    return {"logits_scaling": config.get("logit_scale")}
+    return gguf_multipliers(config)
 
 
 GRANITE = Architecture(
@@ -45,7 +51,7 @@ GRANITE = Architecture(
     hf_names=("GraniteForCausalLM",),
     model=llama.Llama,
     read=read,
-    gguf_name="granite",
+    gguf_names=("granite",),
     gguf=gguf_naming(interleaved_rotary=True),
     gguf_settings=_gguf_settings,
 )
@@ -65,7 +71,7 @@ GRANITEMOE = Architecture(
             )
         ),
     ),
-    gguf_name="granitemoe",
+    gguf_names=("granitemoe",),
     experts=True,
     gguf=gguf_naming(interleaved_rotary=True),
     gguf_settings=_gguf_settings,

@@ -7,8 +7,17 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import FULL, read_experts
 from pagoda.models.llama import Llama
-from pagoda.models.mamba2 import HybridLayer, Mamba2Config, mixer_names, read_mamba_shape
-from pagoda.models.naming import Naming
+from pagoda.models.mamba2 import (
+    HYBRID_SHAPE,
+    HybridLayer,
+    Mamba2Config,
+    gguf_expansion,
+    gguf_mixer_names,
+    gguf_shape,
+    mixer_names,
+    read_mamba_shape,
+)
+from pagoda.models.naming import Naming, gguf_naming
 
 _KINDS = {"mamba": True, "linear_attention": True, "attention": False, FULL: False}
 """Spellings of a layer's type, and whether it is recurrent."""
@@ -31,8 +40,26 @@ def read(config: ConfigReader) -> Mamba2Config:
         raise config.wrong(key, f"{num_layers} times one of {', '.join(_KINDS)}")
     mamba_layers = [index for index, kind in enumerate(types) if _KINDS[kind]]
     mamba = read_mamba_shape(config, decoder.spec.hidden_size)
-    decoder = replace(decoder, layer=HybridLayer, fused_gate_up=True)
+    fused = config.flag("fused_gate_up", True)  # GGUF files have two matrices
+    decoder = replace(decoder, layer=HybridLayer, fused_gate_up=fused)
     return Mamba2Config.of(decoder, mamba, norm_eps, mamba_layers)
+
+
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Set what llama.cpp's files say in another way."""
+    num_experts, sizes = config.get("num_experts"), ("intermediate_size", "expert_shared_feed_forward_length")
+    rotates = config.flag("rope_finetuned", True)
+    return {
+        **gguf_shape(config, *HYBRID_SHAPE),
+        **granite.gguf_multipliers(config),
+        "mamba_expand": gguf_expansion(config),
+        "num_local_experts": num_experts or 0,
+        "shared_intermediate_size": config.get(sizes[bool(num_experts)]),
+        "fused_gate_up": False,
+        "position_embedding_type": "rope" if rotates else "nope",
+        "partial_rotary_factor": config.get("partial_rotary_factor") if rotates else None,
+        "layer_types": config.get("layer_types") or [FULL] * config.num_layers(),
+    }
 
 
 GRANITE4 = Architecture(
@@ -53,4 +80,8 @@ GRANITE4 = Architecture(
             )
         ),
     ),
+    gguf_names=("granitehybrid",),
+    experts=None,
+    gguf=gguf_naming(gguf_mixer_names(), interleaved_rotary=True),
+    gguf_settings=_gguf_settings,
 )

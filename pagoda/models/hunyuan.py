@@ -58,6 +58,6 @@ HUNYUAN = Architecture(
     hf_names=("HunYuanDenseV1ForCausalLM",),
     model=llama.Llama,
     read=read,
-    gguf_name="hunyuan-dense",
+    gguf_names=("hunyuan-dense",),
     gguf=gguf_naming({"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}),
 )

@@ -149,7 +149,7 @@ LFM2 = Architecture(
     model=Llama,
     read=read,
     hf=_HF,
-    gguf_name="lfm2",
+    gguf_names=("lfm2",),
     gguf=_GGUF,
     gguf_settings=_gguf_settings,
 )
@@ -160,7 +160,7 @@ LFM2_MOE = Architecture(
     model=Llama,
     read=_read_moe,
     hf=_HF,
-    gguf_name="lfm2moe",
+    gguf_names=("lfm2moe",),
     experts=True,
     gguf=_GGUF,
     gguf_settings=_gguf_settings_of_moe,

@@ -136,6 +136,6 @@ LLAMA = Architecture(
     hf_names=("LlamaForCausalLM",),
     model=Llama,
     read=read,
-    gguf_name="llama",
+    gguf_names=("llama",),
     gguf=gguf_naming(interleaved_rotary=True),
 )

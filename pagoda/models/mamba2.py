@@ -13,7 +13,7 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder
 from pagoda.models.decoder_layers import AnyAttention, LlamaLayer
 from pagoda.models.llama import Llama
-from pagoda.models.naming import Naming
+from pagoda.models.naming import Naming, gguf_naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
@@ -157,11 +157,63 @@ def mixer_names(name: str, path: str = "self_attn") -> tuple[tuple[str, str], ..
         (rf"\.{path}\.(in_proj\w*|out_proj)\.", rf".{name}.\1."),
         (rf"\.{path}\.taps$", f".{name}.conv1d.weight"),
         (rf"\.{path}\.bias$", f".{name}.conv1d.bias"),
-        (rf"\.{path}\.a_log$", f".{name}.A_log"),
+        (rf"\.{path}\.rate$", f".{name}.A_log"),
         (rf"\.{path}\.dt_bias$", f".{name}.dt_bias"),
         (rf"\.{path}\.d$", f".{name}.D"),
         (rf"\.{path}\.norm$", f".{name}.norm.weight"),
     )
+
+
+def gguf_mixer_names(path: str = "self_attn") -> dict[str, str]:
+    """Return llama.cpp's names of a Mamba2, or of what a GatedDelta has in common with it, by path within a layer."""
+    return {
+        f"{path}.in_proj": "ssm_in",
+        f"{path}.out_proj": "ssm_out",
+        f"{path}.taps": "ssm_conv1d.weight",
+        f"{path}.bias": "ssm_conv1d.bias",
+        f"{path}.rate": "ssm_a",
+        f"{path}.dt_bias": "ssm_dt.bias",
+        f"{path}.d": "ssm_d",
+        f"{path}.norm": "ssm_norm.weight",
+    }
+
+
+def gguf_shape(config: ConfigReader, *names: str) -> dict[str, object]:
+    """Return the shape of recurrent layers in a GGUF's settings.
+
+    names: that the architecture has for the number of heads, their size, the sizes of a state, of groups and of the
+    convolution, and for whether that has a bias.
+    """
+    inner_size, num_heads = config.integer("ssm.inner_size"), config.integer("ssm.time_step_rank")
+    if inner_size % num_heads:
+        raise config.wrong("ssm.inner_size", f"a multiple of ssm.time_step_rank = {num_heads}")
+    ours = ("ssm.state_size", "ssm.group_count", "ssm.conv_kernel", "ssm.conv_bias")
+    values = (num_heads, inner_size // num_heads, *map(config.get, ours))
+    return dict(zip(names, values, strict=True))
+
+
+def gguf_expansion(config: ConfigReader) -> int:
+    """Return how many times as wide as hidden states the values of recurrent layers are, in a GGUF's settings."""
+    inner_size, hidden_size = config.integer("ssm.inner_size"), config.integer("hidden_size")
+    if inner_size % hidden_size:
+        raise config.wrong("ssm.inner_size", f"a multiple of embedding_length = {hidden_size}")
+    return inner_size // hidden_size
+
+
+HYBRID_SHAPE = (
+    *("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_conv_bias"),
+)
+"""The names of most hybrids for `gguf_shape`."""
+
+
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Set what llama.cpp's files have for other models: no size of MLPs, and a length without a meaning."""
+    shape = gguf_shape(config, "num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "use_conv_bias")
+    return {
+        **shape,
+        "expand": gguf_expansion(config),
+        **dict.fromkeys(("intermediate_size", "max_position_embeddings", "partial_rotary_factor")),
+    }
 
 
 MAMBA2 = Architecture(
@@ -181,4 +233,7 @@ MAMBA2 = Architecture(
             )
         ),
     ),
+    gguf_names=("mamba2",),
+    gguf=gguf_naming({**gguf_mixer_names(), "post_attention_layernorm": "attn_norm"}),
+    gguf_settings=_gguf_settings,
 )

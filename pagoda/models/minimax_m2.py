@@ -39,7 +39,7 @@ MINIMAX_M2 = Architecture(
     hf_names=("MiniMaxM2ForCausalLM",),
     model=Llama,
     read=read,
-    gguf_name="minimax-m2",
+    gguf_names=("minimax-m2",),
     experts=True,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=BARE.substitutions + _TENSORS)),
 )

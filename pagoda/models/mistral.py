@@ -22,7 +22,7 @@ def read(config: ConfigReader, architecture: str = "mistral") -> DecoderConfig:
 
 
 MISTRAL = Architecture(
-    name="mistral", title="Mistral", hf_names=("MistralForCausalLM",), model=Llama, read=read, gguf_name="llama"
+    name="mistral", title="Mistral", hf_names=("MistralForCausalLM",), model=Llama, read=read, gguf_names=("llama",)
 )
 
 
@@ -45,7 +45,7 @@ MIXTRAL = Architecture(
     model=Llama,
     read=_read_mixtral,
     hf=(Naming(substitutions=MIXTRAL_TENSORS),),
-    gguf_name="llama",
+    gguf_names=("llama",),
     experts=True,
     gguf=gguf_naming(interleaved_rotary=True),
 )

@@ -37,7 +37,7 @@ class Naming:
         (1, D/2 + 1), ... next to each other in each head.
     by_part: parts of one tensor are stored one after the other, also where they alternate in transformers' checkpoints.
     transposed: regular expression of the names of matrices that are stored [columns, rows].
-    unit_offset_stored: norms that multiply by 1 + weight are stored with the 1 added, as llama.cpp does.
+    folded: norms that multiply by 1 + weight are stored with the 1 added, and -exp of a value as that is.
     rope_factors: the tensor that divides the rotary frequencies, if the checkpoint has it.
     """
 
@@ -46,7 +46,7 @@ class Naming:
     interleaved_rotary: bool = False
     by_part: bool = False
     transposed: str | None = None
-    unit_offset_stored: bool = False
+    folded: bool = False
     rope_factors: str | None = None
 
     def is_transposed(self, name: str) -> bool:
@@ -125,7 +125,7 @@ def gguf_naming(layer: Mapping[str, str] | None = None, interleaved_rotary: bool
         names,
         interleaved_rotary=interleaved_rotary,
         by_part=True,
-        unit_offset_stored=True,
+        folded=True,
         rope_factors="rope_freqs.weight",
     )
 

@@ -11,12 +11,12 @@ from pagoda.layers.parameter import Axis, Parameter, Part, Vector
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, num_layers_without_drafters, read_decoder
 from pagoda.models.decoder_layers import DecoderAttention, LlamaLayer
 from pagoda.models.deepseek import read_experts_in_groups
 from pagoda.models.llama import Llama
-from pagoda.models.mamba2 import Mamba2Config, mixer_names, read_limits
-from pagoda.models.naming import Naming
+from pagoda.models.mamba2 import Mamba2Config, gguf_mixer_names, gguf_shape, mixer_names, read_limits
+from pagoda.models.naming import Naming, gguf_naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
@@ -221,6 +221,44 @@ _NAMES = (
     (r"^model\.norm\.", "model.norm_f."),
     (r"^model\.embed_tokens\.", "model.embeddings."),
 )
+
+
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Set what llama.cpp's files say in another way; leave out the layers of draft heads, which it counts."""
+    kinds, num_layers = config.texts("layer_types") or (), num_layers_without_drafters(config)
+    num_experts = config.get("num_experts")
+    if not config.has("topk_group"):
+        config.refuse("n_group", 0, 1)
+    epsilon = config.get("rms_norm_eps")
+    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_conv_bias")
+    return {
+        **gguf_shape(config, *names),
+        "layers_block_type": [_EXPERTS if kind == _MLP and num_experts else kind for kind in kinds[:num_layers]]
+        or None,
+        "layer_types": None,
+        "layer_norm_epsilon": config.get("layer_norm_eps") if epsilon is None else epsilon,
+        "partial_rotary_factor": None,
+        "n_routed_experts": num_experts,
+        "n_group": config.get("n_group") or 1,
+        "topk_group": config.get("topk_group") or 1,
+        "norm_topk_prob": config.flag("norm_topk_prob", False),
+        "routed_scaling_factor": config.get("routed_scaling_factor") or 1.0,
+        "moe_shared_expert_intermediate_size": config.get("expert_shared_feed_forward_length"),
+    }
+
+
+_IN_GGUF = {
+    **gguf_mixer_names("mixer"),
+    "post_attention_layernorm": "attn_norm",
+    **{f"mixer.{name}_proj": f"attn_{stored}" for name, stored in zip("qkvo", ("q", "k", "v", "output"), strict=True)},
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.choice_bias": "exp_probs_b.bias",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+    **{f"mixer.{name}_proj": f"ffn_{name}" for name in ("up", "down")},
+    **{f"mixer.experts.*.{name}_proj": f"ffn_{name}_exps" for name in ("up", "down")},
+    **{f"mixer.shared_experts.{name}_proj": f"ffn_{name}_shexp" for name in ("up", "down")},
+}
 NEMOTRON_H = Architecture(
     name="nemotron_h",
     title="Nemotron-H",
@@ -228,4 +266,8 @@ NEMOTRON_H = Architecture(
     model=Llama,
     read=read,
     hf=(Naming(substitutions=(*_NAMES, (r"^model\.", "backbone."))), Naming(substitutions=_NAMES)),
+    gguf_names=("nemotron_h", "nemotron_h_moe"),
+    experts=None,
+    gguf=gguf_naming(_IN_GGUF),
+    gguf_settings=_gguf_settings,
 )

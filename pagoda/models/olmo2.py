@@ -67,10 +67,15 @@ OLMO2 = Architecture(
     hf_names=("Olmo2ForCausalLM",),
     model=llama.Llama,
     read=_read_olmo2,
-    gguf_name="olmo2",
+    gguf_names=("olmo2",),
     gguf=POST_NORM_GGUF,
     gguf_settings=_gguf_settings,
 )
 OLMO3 = Architecture(
-    name="olmo3", title="OLMo 3", hf_names=("Olmo3ForCausalLM",), model=llama.Llama, read=_read_olmo3, gguf_name="olmo2"
+    name="olmo3",
+    title="OLMo 3",
+    hf_names=("Olmo3ForCausalLM",),
+    model=llama.Llama,
+    read=_read_olmo3,
+    gguf_names=("olmo2",),
 )

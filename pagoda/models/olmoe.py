@@ -17,5 +17,11 @@ def read(config: ConfigReader) -> DecoderConfig:
 
 
 OLMOE = Architecture(
-    name="olmoe", title="OLMoE", hf_names=("OlmoeForCausalLM",), model=Llama, read=read, gguf_name="olmoe", experts=True
+    name="olmoe",
+    title="OLMoE",
+    hf_names=("OlmoeForCausalLM",),
+    model=Llama,
+    read=read,
+    gguf_names=("olmoe",),
+    experts=True,
 )

@@ -44,7 +44,7 @@ PHI = Architecture(
     model=Phi,
     read=_read_phi,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=_TENSORS + BARE.substitutions)),
-    gguf_name="phi2",
+    gguf_names=("phi2",),
     gguf=gguf_naming(),
 )
 
@@ -63,6 +63,6 @@ PHI3 = Architecture(
     hf_names=("Phi3ForCausalLM",),
     model=Llama,
     read=_read_phi3,
-    gguf_name="phi3",
+    gguf_names=("phi3",),
     gguf=gguf_naming({"mlp.gate_up_proj": "ffn_up"}),
 )

@@ -36,7 +36,7 @@ def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
 
 
 QWEN2 = Architecture(
-    name="qwen2", title="Qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=read_qwen2, gguf_name="qwen2"
+    name="qwen2", title="Qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=read_qwen2, gguf_names=("qwen2",)
 )
 
 
@@ -51,7 +51,7 @@ def _read_qwen3(config: ConfigReader, architecture: str = "qwen3") -> DecoderCon
 
 
 QWEN3 = Architecture(
-    name="qwen3", title="Qwen3", hf_names=("Qwen3ForCausalLM",), model=Llama, read=_read_qwen3, gguf_name="qwen3"
+    name="qwen3", title="Qwen3", hf_names=("Qwen3ForCausalLM",), model=Llama, read=_read_qwen3, gguf_names=("qwen3",)
 )
 
 
@@ -92,7 +92,7 @@ QWEN3_MOE = Architecture(
     hf_names=("Qwen3MoeForCausalLM",),
     model=Llama,
     read=_read_qwen3_moe,
-    gguf_name="qwen3moe",
+    gguf_names=("qwen3moe",),
     experts=True,
     gguf_settings=_gguf_settings,
 )

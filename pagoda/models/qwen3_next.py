@@ -12,11 +12,20 @@ from pagoda.layers.parameter import Part
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, RECURRENT, DecoderConfig, Norm, QKNorm, read_decoder, read_experts
+from pagoda.models.decoder_config import (
+    FULL,
+    RECURRENT,
+    DecoderConfig,
+    Norm,
+    QKNorm,
+    num_layers_without_drafters,
+    read_decoder,
+    read_experts,
+)
 from pagoda.models.decoder_layers import AnyAttention, DecoderAttention, LlamaLayer
 from pagoda.models.llama import Llama
-from pagoda.models.mamba2 import mixer_names
-from pagoda.models.naming import Naming
+from pagoda.models.mamba2 import gguf_mixer_names, gguf_shape, mixer_names
+from pagoda.models.naming import Naming, gguf_naming
 from pagoda.models.qwen import read_dense_layers
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.declare import Activation
@@ -24,19 +33,17 @@ from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
 _BY_GROUP = (*("in_proj_qkvz",) * 4, *("in_proj_ba",) * 2)
+_BY_PART = (*("in_proj_qkv",) * 3, "in_proj_z", *("in_proj_ba",) * 2)
+_ALTERNATING = frozenset(_BY_GROUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaConfig(DecoderConfig):
-    """delta: the shape of recurrent layers.   delta_layers: their indices.   delta_names: see GatedDelta.
-
-    alternates: those of one name alternate.
-    """
+    """delta: the shape of recurrent layers.   delta_layers: their indices.   delta_names: see GatedDelta."""
 
     delta: DeltaShape
     delta_layers: frozenset[int]
     delta_names: tuple[str, ...]
-    alternates: bool
 
 
 class GatedAttention(DecoderAttention):
@@ -79,16 +86,11 @@ class DeltaLayer(LlamaLayer):
         assert isinstance(config, DeltaConfig)
         if index not in config.delta_layers:
             return GatedAttention(config, index, rotary)
-        return GatedDelta(config.spec.hidden_size, config.delta, config.norm_eps, config.delta_names, config.alternates)
+        return GatedDelta(config.spec.hidden_size, config.delta, config.norm_eps, config.delta_names, _ALTERNATING)
 
 
-def read_delta(
-    config: ConfigReader,
-    architecture: str,
-    names: tuple[str, ...],
-    alternates: bool = False,
-) -> DeltaConfig:
-    """Read a model of these layers, without experts.   names, alternates: see GatedDelta."""
+def read_delta(config: ConfigReader, architecture: str, names: tuple[str, ...]) -> DeltaConfig:
+    """Read a model of these layers, without experts.   names: see GatedDelta."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     config.expect("attn_output_gate", True)
     config.choice("mamba_ssm_dtype", ("float32",), "float32")
@@ -111,7 +113,6 @@ def read_delta(
         delta=_read_shape(config),
         delta_layers=frozenset(index for index, kind in enumerate(types) if kind == RECURRENT),
         delta_names=names,
-        alternates=alternates,
     )
 
 
@@ -123,7 +124,8 @@ def _read_shape(config: ConfigReader) -> DeltaShape:
     num_taps = config.integer("linear_conv_kernel_dim", 4, most=64)
     if num_taps < 2:
         raise config.wrong("linear_conv_kernel_dim", "at least 2")
-    return DeltaShape(num_heads, num_groups, key_dim, value_dim, num_taps)
+    tiled = num_groups < num_heads and config.flag("tiled_heads", False)
+    return DeltaShape(num_heads, num_groups, key_dim, value_dim, num_taps, tiled)
 
 
 def read_shared_experts(config: ConfigReader, renormalize: bool) -> ExpertsConfig:
@@ -133,12 +135,55 @@ def read_shared_experts(config: ConfigReader, renormalize: bool) -> ExpertsConfi
 
 
 def read(config: ConfigReader) -> DeltaConfig:
-    decoder = read_delta(config, "qwen3_next", _BY_GROUP, alternates=True)
+    decoder = read_delta(config, "qwen3_next", _BY_GROUP if config.flag("by_group", True) else _BY_PART)
     experts = read_shared_experts(config, config.flag("norm_topk_prob", True))
     return replace(decoder, experts=experts, dense_layers=read_dense_layers(config))
 
 
+def gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Set what llama.cpp's files say in another way; leave out the layers of draft heads, which it counts."""
+    types, num_layers = config.texts("layer_types"), num_layers_without_drafters(config)
+    shape = gguf_shape(
+        config,
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_conv_kernel_dim",
+        "conv_bias",
+    )
+    shared_size = config.get("expert_shared_feed_forward_length")
+    return {
+        **shape,
+        "num_hidden_layers": num_layers,
+        "layer_types": [*types[:num_layers]] if types else None,
+        "norm_topk_prob": True,
+        "intermediate_size": config.get("intermediate_size") or shared_size,
+        "shared_expert_intermediate_size": shared_size,
+    }
+
+
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """The first files had what goes into the delta rule as config.json's checkpoints do."""
+    return {**gguf_settings(config), "by_group": config.get("ssm.by_group")}
+
+
 LAYER_NAMES = mixer_names("linear_attn")
+_GGUF = gguf_naming(
+    {
+        **gguf_mixer_names(),
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.in_proj_qkvz": "ssm_in",
+        "self_attn.in_proj_qkv": "attn_qkv",
+        "self_attn.in_proj_z": "attn_gate",
+        "self_attn.in_proj_ba": "ssm_ba",
+        "self_attn.in_proj_b": "ssm_beta",
+        "self_attn.in_proj_a": "ssm_alpha",
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    }
+)
+GGUF = replace(_GGUF, by_part=False)
+"""Queries and their gates alternate, as in other checkpoints."""
 
 QWEN3_NEXT = Architecture(
     name="qwen3_next",
@@ -147,5 +192,8 @@ QWEN3_NEXT = Architecture(
     model=Llama,
     read=read,
     hf=(Naming(substitutions=LAYER_NAMES), Naming(substitutions=(*LAYER_NAMES, (r"^model\.", "")))),
+    gguf_names=("qwen3next",),
     experts=True,
+    gguf=GGUF,
+    gguf_settings=_gguf_settings,
 )

@@ -123,9 +123,8 @@ BY_HF_NAME: Registry[Architecture] = Registry(
 BY_GGUF_NAME: Registry[tuple[Architecture, ...]] = Registry(
     "GGUF architecture",
     {
-        name: tuple(architecture for architecture in ARCHITECTURES if architecture.gguf_name == name)
-        for name in (architecture.gguf_name for architecture in ARCHITECTURES)
-        if name is not None
+        name: tuple(architecture for architecture in ARCHITECTURES if name in architecture.gguf_names)
+        for name in (name for architecture in ARCHITECTURES for name in architecture.gguf_names)
     },
 )
 """One name may stand for a model without experts and for one with them. Of several, a file is read as the first."""

@@ -19,6 +19,6 @@ SEED_OSS = Architecture(
     hf_names=("SeedOssForCausalLM",),
     model=llama.Llama,
     read=read,
-    gguf_name="seed_oss",
+    gguf_names=("seed_oss",),
     gguf=gguf_naming({"post_attention_layernorm": "post_attention_norm"}),
 )

@@ -37,6 +37,6 @@ SMOLLM3 = Architecture(
     hf_names=("SmolLM3ForCausalLM",),
     model=llama.Llama,
     read=read,
-    gguf_name="smollm3",
+    gguf_names=("smollm3",),
     gguf=gguf_naming(interleaved_rotary=True),
 )

@@ -29,6 +29,6 @@ STABLELM = Architecture(
     hf_names=("StableLmForCausalLM",),
     model=Llama,
     read=read,
-    gguf_name="stablelm",
+    gguf_names=("stablelm",),
     gguf_settings=_gguf_settings,
 )

@@ -37,7 +37,7 @@ STARCODER2 = Architecture(
     model=Llama,
     read=read,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=BARE.substitutions + _TENSORS)),
-    gguf_name="starcoder2",
+    gguf_names=("starcoder2",),
     gguf=gguf_naming(),
     gguf_settings=_gguf_settings,
 )

@@ -352,7 +352,7 @@ class ForwardOps(Protocol):
         check_mamba2,
         x=Rows(),
         dt=Rows("x"),
-        a_log=Table(F32),
+        rate=Table(F32),
         dt_bias=Table(F32),
         d=Table(F32),
         states=Cache(writes=True, states=True),
@@ -363,7 +363,7 @@ class ForwardOps(Protocol):
         self,
         x: Tensor,
         dt: Tensor,
-        a_log: Tensor,
+        rate: Tensor,
         dt_bias: Tensor,
         d: Tensor,
         states: KVLayer,
@@ -374,9 +374,9 @@ class ForwardOps(Protocol):
         """Mamba-2's recurrence over each row's tokens, x [T, H * V + 2 * G * K] -> [T, H * V].
 
         x: of each token, values v of H heads, then b and c [K] of G groups of as many adjacent heads each.
-        dt: [T, H].   a_log, dt_bias, d: float32 [H].
+        dt: [T, H].   rate, dt_bias, d: float32 [H].
         With s = softplus(dt + dt_bias), limited to dt_min .. dt_max, a head's state S [K, V], zeros at first, becomes
-        exp(-exp(a_log) * s) * S + b (s * v)^T, and the token gives c^T S + d * v. All in float32, rounded once.
+        exp(rate * s) * S + b (s * v)^T, and the token gives c^T S + d * v. All in float32, rounded once.
         states: S of all heads, float32 [H, K, V] per block of `states.v`, read and left as those of `short_conv`.
         """
         ...
@@ -387,10 +387,11 @@ class ForwardOps(Protocol):
         x=Rows(),
         a=Rows("x"),
         b=Rows("x", like="a"),
-        a_log=Table(F32),
+        rate=Table(F32),
         dt_bias=Table(F32),
         states=Cache(writes=True, states=True),
         metadata=Group(Slots.QUERIES, "states"),
+        tiled=Scalar.FLAG,
         out=Out("x", state_outputs),
     )
     def gated_delta(
@@ -398,17 +399,19 @@ class ForwardOps(Protocol):
         x: Tensor,
         a: Tensor,
         b: Tensor,
-        a_log: Tensor,
+        rate: Tensor,
         dt_bias: Tensor,
         states: KVLayer,
         metadata: AttentionMetadata,
+        tiled: bool = False,
     ) -> Tensor:
         """The gated delta rule over each row's tokens, x [T, 2 * G * K + H * V] -> [T, H * V].
 
-        x: of each token, q and k [K] of G groups of as many adjacent heads each, then v of H heads.
-        a, b: [T, H].   a_log, dt_bias: float32 [H].
+        x: of each token, q and k [K] of G groups of as many heads each, then v of H heads.
+        tiled: head h is of group h % G; otherwise the heads of a group are adjacent.
+        a, b: [T, H].   rate, dt_bias: float32 [H].
         q and k are divided by their lengths, sqrt(sum + 1e-6), and q by sqrt(K). A head's state S [K, V], zeros at
-        first, is multiplied by exp(-exp(a_log) * softplus(a + dt_bias)), then k (sigmoid(b) * (v - S^T k))^T is added;
+        first, is multiplied by exp(rate * softplus(a + dt_bias)), then k (sigmoid(b) * (v - S^T k))^T is added;
         the token gives S^T q. All in float32, rounded once.   states: as in `mamba2`.
         """
         ...

@@ -122,11 +122,11 @@ def state_outputs(shapes: Shapes) -> tuple[int, ...]:
 
 
 def check_mamba2(shapes: Shapes) -> None:
-    _check_scan(shapes, ("dt",), ("a_log", "dt_bias", "d"))
+    _check_scan(shapes, ("dt",), ("rate", "dt_bias", "d"))
 
 
 def check_gated_delta(shapes: Shapes) -> None:
-    _check_scan(shapes, ("a", "b"), ("a_log", "dt_bias"))
+    _check_scan(shapes, ("a", "b"), ("rate", "dt_bias"))
 
 
 def _check_scan(shapes: Shapes, per_token: Sequence[str], per_head: Sequence[str]) -> None:

@@ -105,7 +105,7 @@ def test_mamba2(reference: ReferenceOps, family: str) -> None:
     conv = Convolved(layer.conv1d, STATE, HEAD)
     limits = layer.time_step_limit
     y = reference.mamba2(
-        conv(reference, xbc), dt, layer.A_log, layer.dt_bias, layer.D, conv.states, conv.at, *limits
+        conv(reference, xbc), dt, -layer.A_log.exp(), layer.dt_bias, layer.D, conv.states, conv.at, *limits
     )  # fmt: skip
     y = reference.select_heads(y, 0, GROUPS, of_values // GROUPS)
     y = reference.gated_rms_norm(
@@ -125,7 +125,7 @@ def test_gated_delta(reference: ReferenceOps, family: str) -> None:
     else:
         qkv, z, b, a = (part(x)[0] for part in (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a))
     conv = Convolved(layer.conv1d, STATE, HEAD)
-    y = reference.gated_delta(conv(reference, qkv), a, b, layer.A_log, layer.dt_bias, conv.states, conv.at)
+    y = reference.gated_delta(conv(reference, qkv), a, b, -layer.A_log.exp(), layer.dt_bias, conv.states, conv.at)
     y = reference.gated_rms_norm(y.view(-1, HEADS, HEAD), z, layer.norm.weight, layer.norm.variance_epsilon, False)
     same(layer.out_proj(y), layer(x)[0])
 
@@ -135,13 +135,13 @@ def test_the_delta_rule_token_by_token(reference: ReferenceOps) -> None:
     """Against the recurrence of transformers, which decodes with it; it leaves the same state."""
     draws = [torch.randn(1, TOKENS, n, d) for n, d in ((GROUPS, STATE), (GROUPS, STATE), (HEADS, HEAD))]
     a, b = torch.randn(1, TOKENS, HEADS), torch.randn(1, TOKENS, HEADS)
-    a_log, dt_bias = torch.randn(HEADS), torch.randn(HEADS)
-    decay = -a_log.exp() * nn.functional.softplus(a + dt_bias)
+    rate, dt_bias = -torch.randn(HEADS).exp(), torch.randn(HEADS)
+    decay = rate * nn.functional.softplus(a + dt_bias)
     want, state = torch_recurrent_gated_delta_rule(
         *draws, decay, b.sigmoid(), output_final_state=True, use_qk_l2norm_in_kernel=True
     )
     conv = Convolved(nn.Conv1d(8, 8, 4, groups=8), STATE, HEAD)
     x = torch.cat([part[0].flatten(1) for part in draws], 1)
-    found = reference.gated_delta(x, a[0], b[0], a_log, dt_bias, conv.states, conv.at)
+    found = reference.gated_delta(x, a[0], b[0], rate, dt_bias, conv.states, conv.at)
     same(found, want[0].flatten(1))
     same(conv.states.v[6], state[0])

@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's sizes, and a call of its op.   groups: of keys and queries."""
+    """A layer's sizes, and a call of its op.   groups: of keys and queries.   tiled: see ForwardOps.gated_delta."""
 
     is_delta: bool
     heads: int
@@ -28,6 +28,7 @@ class Layer:
     key_dim: int
     value_dim: int
     dtype: torch.dtype = torch.float32
+    tiled: bool = False
 
     def draw(self, num_tokens: int, seed: int) -> torch.Tensor:
         """A row's tokens: x, then the numbers per head (dt; or a and b)."""
@@ -42,11 +43,12 @@ class Layer:
 
     def __call__(self, ops: Ops, tokens: torch.Tensor, states: KVLayer, at: AttentionMetadata) -> torch.Tensor:
         of_heads = torch.Generator().manual_seed(5)
-        a_log, dt_bias, d = (torch.randn(self.heads, generator=of_heads) for _ in range(3))
+        rate, dt_bias, d = (torch.randn(self.heads, generator=of_heads) for _ in range(3))
+        rate = -rate.exp()
         x, first, second = tokens.split([tokens.shape[1] - 2 * self.heads, self.heads, self.heads], dim=1)
         if self.is_delta:
-            return ops.gated_delta(x, first, second, a_log, dt_bias, states, at)
-        return ops.mamba2(x, first, a_log, dt_bias, d, states, at, 0.02, 3.0)
+            return ops.gated_delta(x, first, second, rate, dt_bias, states, at, self.tiled)
+        return ops.mamba2(x, first, rate, dt_bias, d, states, at, 0.02, 3.0)
 
 
 SIZES = [(4, 2, 16, 32), (3, 1, 7, 5), (6, 3, 33, 48)]
@@ -88,11 +90,13 @@ def in_chunks(ops: Ops, layer: Layer, rows: list[torch.Tensor], rng: random.Rand
 
 @DTYPES
 @LAYERS
-@RULES
+@pytest.mark.parametrize(
+    ("is_delta", "tiled"), [(False, False), (True, False), (True, True)], ids=["mamba2", "gated_delta", "tiled"]
+)
 def test_rows_in_chunks_equal_the_definition(
-    fast: Ops, reference: ReferenceOps, is_delta: bool, sizes: tuple[int, ...], dtype: torch.dtype
+    fast: Ops, reference: ReferenceOps, is_delta: bool, tiled: bool, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    layer = Layer(is_delta, *sizes, dtype=dtype)
+    layer = Layer(is_delta, *sizes, dtype=dtype, tiled=tiled)
     rows = [layer.draw(length, seed=length) for length in (70, 1, 33)]
     alone = [whole(fast, layer, tokens) for tokens in rows]
     for seed in range(3):
@@ -101,6 +105,26 @@ def test_rows_in_chunks_equal_the_definition(
     for found, tokens in zip(alone, rows, strict=True):
         expected = whole(reference, layer, tokens)
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype] * float(expected.abs().max()))
+
+
+@LAYERS
+def test_tiled_heads_are_those_of_groups_in_another_order(fast: Ops, sizes: tuple[int, ...]) -> None:
+    heads, groups, key_dim, value_dim = sizes
+    layer = Layer(True, *sizes, tiled=True)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 2 * groups * key_dim + heads * value_dim, generator=generator)
+    a, b, of_heads = (torch.randn(count, heads, generator=generator) for count in (9, 9, 2))
+    order = torch.arange(heads).view(-1, groups).T.flatten()  # of the heads by group
+    at = metadata([(0, 9)], [[1]], 9)
+
+    def by_group(values: torch.Tensor) -> torch.Tensor:
+        return values.view(9, heads, value_dim)[:, order].flatten(1)
+
+    found = fast.gated_delta(x, a, b, -of_heads[0].exp(), of_heads[1], layer.new_states(1), at, True)
+    keys, values = x.split([2 * groups * key_dim, heads * value_dim], dim=1)
+    x, (rate, dt_bias) = torch.cat((keys, by_group(values)), 1), of_heads[:, order]
+    same = fast.gated_delta(x, a[:, order], b[:, order], -rate.exp(), dt_bias, layer.new_states(1), at)
+    assert torch.equal(by_group(found), same)
 
 
 @RULES

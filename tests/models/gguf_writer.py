@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType, quants
 from transformers import PreTrainedModel
 
 from tests.kernels.random_blocks import random_blocks
+from tests.models import gguf_states
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -48,7 +49,7 @@ _ARCHITECTURES = {
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
 }
 _FACTORS = {"factors": "rope_freqs", **{name: name for name in ("rope_factors_long", "rope_factors_short")}}
-_INTERLEAVED = ("llama", "arcee", "smollm3", "granite", "granitemoe")
+_INTERLEAVED = ("llama", "arcee", "smollm3", "granite", "granitemoe", "granitehybrid")
 """Those whose rows of q and k llama.cpp reorders."""
 
 
@@ -71,10 +72,14 @@ def write_gguf(
         name: values for key, name in _FACTORS.items() if isinstance(values := metadata.pop(key, None), np.ndarray)
     }
     config = model.config
-    architecture = _ARCHITECTURES[config.model_type]
+    has_states = config.model_type in gguf_states.MODELS
+    architecture = gguf_states.architecture_of(config) if has_states else _ARCHITECTURES[config.model_type]
     name = gguf.MODEL_ARCH_NAMES[architecture]
     writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_per_file)
-    _add_settings(writer, config)
+    if has_states:
+        gguf_states.add_settings(writer, config)
+    else:
+        _add_settings(writer, config)
     for key, value in metadata.items():
         full_key = f"{name}.{key.replace('__', '.')}"
         if isinstance(value, str):
@@ -88,27 +93,34 @@ def write_gguf(
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     for key, tensor in state.items():
-        is_router = key.endswith(("mlp.gate.weight", "feed_forward.gate.weight", ".router.weight"))
+        is_router = key.endswith((*(f"{of}.gate.weight" for of in ("mlp", "feed_forward", "mixer")), ".router.weight"))
+        is_router |= key.endswith(".shared_expert_gate.weight")
         stored_as = GGMLQuantizationType.F32
         if key.endswith(("e_score_correction_bias", "expert_bias")):
             writer.add_tensor(f"blk.{key.split('.')[2]}.exp_probs_b.bias", tensor.flatten().numpy())
             continue
         if ".conv.conv." in key:
             tensor = tensor.squeeze(1)
+        elif ".conv1d." in key:
+            pass
         elif tensor.dim() > 1 and not is_router and not key.endswith("_bias"):
             stored_as = kind(key) if callable(kind) else kind
         transposed = name == "gpt2" and tensor.dim() > 1 and ".c_" in key
         transposed |= name == "gpt-oss" and tensor.dim() == 3
         tensor = tensor.transpose(-1, -2) if transposed else tensor
-        data = _quantize(np.ascontiguousarray(tensor.numpy()), stored_as)
-        tensor.copy_(torch.from_numpy(quants.dequantize(data, stored_as)))
+        folding = gguf_states.folding(config, key) if has_states else None
+        data = (tensor if folding is None else folding.fold(tensor)).numpy()
+        data = _quantize(np.ascontiguousarray(data), stored_as)
+        values = torch.from_numpy(quants.dequantize(data, stored_as))
+        tensor.copy_(values if folding is None else folding.unfold(values))
         # From here on only rows change places, whose blocks stay as they are.
         if ".query_key_value." in key:  # from head by head to part by part
             by_head = data.reshape(config.num_attention_heads, 3, -1, *data.shape[1:])
             data = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(data.shape)
         if ".experts." in key:
             whole, suffix = (key.removesuffix("_bias"), "bias") if key.endswith("_bias") else (key, "weight")
-            parts = _expert_parts(whole.replace("block_sparse_moe", "mlp"), data, alternate=name == "gpt-oss")
+            whole = whole.replace("block_sparse_moe", "mlp").replace("mixer.experts", "mlp.experts")
+            parts = _expert_parts(whole, data, alternate=name == "gpt-oss")
             for part, matrices in parts.items():
                 stored = names.get_name(part)
                 assert stored is not None, part
@@ -123,10 +135,11 @@ def write_gguf(
         if name.startswith("gemma") and key.endswith("norm.weight"):
             data = data + 1
         key = key if name == "gpt-oss" else key.replace(".router.", ".router.layer.")
-        stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        assert stored is not None, key
-        stored += ".weight" if key.endswith(".sinks") else ""
-        writer.add_tensor(stored, data, raw_dtype=stored_as)
+        for part, rows in (gguf_states.parts_of(config, key, data) if has_states else {key: data}).items():
+            stored = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert stored is not None, part
+            stored += ".weight" if key.endswith(".sinks") else ""
+            writer.add_tensor(stored, np.ascontiguousarray(rows), raw_dtype=stored_as)
     for key, values in factors.items():
         writer.add_tensor(f"{key}.weight", values)
     writer.write_header_to_file()
@@ -225,7 +238,7 @@ def _expert_parts(key: str, values: np.ndarray, alternate: bool) -> dict[str, np
     alternate: rows of gate and up take turns.
     """
     layer, _, name = key.rpartition(".")
-    if name == "down_proj":
+    if name in ("up_proj", "down_proj"):
         return {key: values}
     gate, up = (values[:, 0::2], values[:, 1::2]) if alternate else np.split(values, 2, axis=1)
     return {f"{layer}.gate_proj": np.ascontiguousarray(gate), f"{layer}.up_proj": np.ascontiguousarray(up)}

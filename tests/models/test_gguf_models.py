@@ -69,6 +69,14 @@ CASES = [
     ("minimax-m2", Kind.F16),
     ("lfm2", Kind.Q8_0),
     ("lfm2-moe", Kind.F16),
+    ("mamba2", Kind.Q8_0),
+    ("mamba2", Kind.F32),
+    ("nemotron-h", Kind.F16),
+    ("nemotron-h-mlp", Kind.Q8_0),
+    ("qwen3-next", Kind.Q8_0),
+    ("qwen3-next", Kind.F32),
+    ("granite4", Kind.Q8_0),
+    ("granite4-dense-rope", Kind.F32),
 ]
 
 

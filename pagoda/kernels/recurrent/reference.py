@@ -73,7 +73,7 @@ def short_conv(
 def mamba2(
     x: torch.Tensor,
     dt: torch.Tensor,
-    a_log: torch.Tensor,
+    rate: torch.Tensor,
     dt_bias: torch.Tensor,
     d: torch.Tensor,
     states: KVLayer,
@@ -90,7 +90,7 @@ def mamba2(
 
     def step(state: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = F.softplus(dt[t] + dt_bias).clamp(dt_min, dt_max)
-        decay = torch.exp(-torch.exp(a_log) * size)
+        decay = torch.exp(rate * size)
         scaled = size[:, None] * values[t]
         state = decay[:, None, None] * state + b[t, :, :, None] * scaled[:, None]
         return state, (c[t, :, :, None] * state).sum(1) + d[:, None] * values[t]
@@ -102,22 +102,23 @@ def gated_delta(
     x: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    a_log: torch.Tensor,
+    rate: torch.Tensor,
     dt_bias: torch.Tensor,
     states: KVLayer,
     metadata: AttentionMetadata,
+    tiled: bool = False,
 ) -> torch.Tensor:
     """See ForwardOps.gated_delta."""
     num_heads, key_dim, value_dim = states.v.shape[1:]
     wide = x.flatten(1).float()
     first_value = wide.shape[1] - num_heads * value_dim
     values = wide[:, first_value:].reshape(-1, num_heads, value_dim)
-    queries, keys = (of_heads(part, key_dim, num_heads) for part in wide[:, :first_value].chunk(2, 1))
+    queries, keys = (of_heads(part, key_dim, num_heads, tiled) for part in wide[:, :first_value].chunk(2, 1))
     a, b = a.flatten(1).float(), b.flatten(1).float()
 
     def step(state: torch.Tensor, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = (part[t] * torch.rsqrt(part[t].square().sum(-1, keepdim=True) + 1e-6) for part in (queries, keys))
-        state = torch.exp(-torch.exp(a_log) * F.softplus(a[t] + dt_bias))[:, None, None] * state
+        state = torch.exp(rate * F.softplus(a[t] + dt_bias))[:, None, None] * state
         found = (k[:, :, None] * state).sum(1)
         state = state + k[:, :, None] * (torch.sigmoid(b[t])[:, None] * (values[t] - found))[:, None]
         return state, (q[:, :, None] * key_dim**-0.5 * state).sum(1)
@@ -125,10 +126,11 @@ def gated_delta(
     return scan(step, x, states.v, metadata)
 
 
-def of_heads(x: torch.Tensor, dim: int, num_heads: int) -> torch.Tensor:
-    """[T, G * dim] -> [T, num_heads, dim]: each of the G groups serves as many adjacent heads."""
+def of_heads(x: torch.Tensor, dim: int, num_heads: int, tiled: bool = False) -> torch.Tensor:
+    """[T, G * dim] -> [T, num_heads, dim]: each of the G groups serves as many heads, adjacent ones or every G-th."""
     groups = x.reshape(x.shape[0], -1, dim)
-    return groups.repeat_interleave(num_heads // groups.shape[1], dim=1)
+    times = num_heads // groups.shape[1]
+    return groups.repeat(1, times, 1) if tiled else groups.repeat_interleave(times, dim=1)
 
 
 def scan(step: Step, x: torch.Tensor, states: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:

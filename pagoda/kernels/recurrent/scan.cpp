@@ -82,15 +82,17 @@ struct Slab {
 template <class T>
 struct Problem {
     const Tensor& x;
-    int64_t values_at, keys_at, queries_at, heads_per_group;
+    int64_t values_at, keys_at, queries_at, groups;
     const Tensor *decay_raw, *gain_raw;
-    const float *a_log, *dt_bias, *d;
+    const float *rate, *dt_bias, *d;
     float dt_min, dt_max;
+    bool tiled;
     const KVPages& states;
     const Tensor& out;
 
     int64_t key_dim() const { return states.block_size; }
     int64_t value_dim() const { return states.value_dim; }
+    int64_t group_of(int64_t head) const { return tiled ? head % groups : head / (states.kv_heads / groups); }
     float* state(int32_t block, int64_t head) const {
         return static_cast<float*>(states.v) + block * states.v_stride + head * key_dim() * value_dim();
     }
@@ -127,7 +129,7 @@ void normalize(const T* x, int64_t dim, float factor, float* to) {
 
 template <class T, bool DELTA>
 void fill(Tile& tile, const Problem<T>& p, int64_t token, int64_t head, int count) {
-    int64_t group = head / p.heads_per_group, dim = p.key_dim();
+    int64_t group = p.group_of(head), dim = p.key_dim();
     float query_factor = 1.0f / std::sqrt(static_cast<float>(dim));
     for (int t = 0; t < count; t++) {
         const T* x = elements_of<const T>(p.x) + (token + t) * p.x.stride + group * dim;
@@ -143,7 +145,7 @@ void fill(Tile& tile, const Problem<T>& p, int64_t token, int64_t head, int coun
     f32x16 step = softplus(gather<T>(*p.decay_raw, token, head, count) + p.dt_bias[head]);
     step = select(step < p.dt_min, splat(p.dt_min), step);
     step = select(step > p.dt_max, splat(p.dt_max), step);
-    store(tile.decay, exp(-(exp(splat(p.a_log[head])) * step)));
+    store(tile.decay, exp(splat(p.rate[head]) * step));
     store(tile.gain, DELTA ? sigmoid(gather<T>(*p.gain_raw, token, head, count)) : step);
 }
 
@@ -259,8 +261,8 @@ void by_width(const Problem<T>& p, const RowGroup& group, int threads) {
     scan<DELTA, 1, 1, false>(p, group, threads);
 }
 
-int64_t heads_per_group(const Tensor& x, const Tensor& out, const KVPages& states) {
-    return states.kv_heads / ((x.heads * x.dim - out.dim) / (2 * states.block_size));
+int64_t groups_of(const Tensor& x, const Tensor& out, const KVPages& states) {
+    return (x.heads * x.dim - out.dim) / (2 * states.block_size);
 }
 
 }  // namespace
@@ -272,14 +274,15 @@ PAGODA_EXPORT void pagoda_mamba2(const Mamba2Args* a, int32_t threads) {
                                         0,
                                         values,
                                         values + keys,
-                                        heads_per_group(a->x, a->out, a->states),
+                                        groups_of(a->x, a->out, a->states),
                                         &a->dt,
                                         nullptr,
-                                        elements_of<const float>(a->a_log),
+                                        elements_of<const float>(a->rate),
                                         elements_of<const float>(a->dt_bias),
                                         elements_of<const float>(a->d),
                                         a->dt_min,
                                         a->dt_max,
+                                        false,
                                         a->states,
                                         a->out};
         by_width<false>(p, *a->metadata, threads);
@@ -293,14 +296,15 @@ PAGODA_EXPORT void pagoda_gated_delta(const GatedDeltaArgs* a, int32_t threads) 
                                         2 * keys,
                                         keys,
                                         0,
-                                        heads_per_group(a->x, a->out, a->states),
+                                        groups_of(a->x, a->out, a->states),
                                         &a->a,
                                         &a->b,
-                                        elements_of<const float>(a->a_log),
+                                        elements_of<const float>(a->rate),
                                         elements_of<const float>(a->dt_bias),
                                         nullptr,
                                         0.0f,
                                         INFINITY,
+                                        a->tiled != 0,
                                         a->states,
                                         a->out};
         by_width<true>(p, *a->metadata, threads);
