@@ -174,7 +174,7 @@ def _refuse_unread(file: GGUFFile, name: str, settings: ConfigReader) -> None:
             or key in WITHOUT_EFFECT
             or key.startswith(_OF_TOWERS)
             or _is_neutral(key, value)
-            or (key in _SAME_AS and isinstance(value, int | float) and value == same)
+            or (key in _SAME_AS and isinstance(same, int | float) and value == same)
         ):
             continue
         raise _unsupported(file, full, value)

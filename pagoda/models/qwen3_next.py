@@ -157,7 +157,6 @@ def gguf_settings(config: ConfigReader) -> dict[str, object]:
         **shape,
         "num_hidden_layers": num_layers,
         "layer_types": [*types[:num_layers]] if types else None,
-        "norm_topk_prob": True,
         "intermediate_size": config.get("intermediate_size") or shared_size,
         "shared_expert_intermediate_size": shared_size,
     }
@@ -165,7 +164,8 @@ def gguf_settings(config: ConfigReader) -> dict[str, object]:
 
 def _gguf_settings(config: ConfigReader) -> dict[str, object]:
     """The first files had what goes into the delta rule as config.json's checkpoints do."""
-    return {**gguf_settings(config), "by_group": config.get("ssm.by_group")}
+    own = {"by_group": config.get("ssm.by_group"), "norm_topk_prob": config.flag("norm_topk_prob", True)}
+    return {**gguf_settings(config), **own}
 
 
 LAYER_NAMES = mixer_names("linear_attn")

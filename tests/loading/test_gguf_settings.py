@@ -76,11 +76,26 @@ def settings_of(name: str, architecture: Architecture) -> dict[str, Any]:
     if name == "gpt-oss":
         settings |= YARN_BY_4
         del settings["rope.scaling.factor"]
+    if name in WITH_STATES:
+        settings |= {"ssm.inner_size": 192, "ssm.time_step_rank": 6, "ssm.state_size": 16, "ssm.group_count": 2}
+        settings |= {"ssm.conv_kernel": 4}
+    if name.startswith("qwen3") and name in WITH_STATES:
+        settings["full_attention_interval"] = 2
+    if name in ("granitehybrid", "nemotron_h", "nemotron_h_moe"):
+        settings["attention.head_count_kv"] = np.array([0, 2, 0, 0])
+    if name.startswith("nemotron_h"):
+        settings["feed_forward_length"] = np.array([0, 0, 160, 160])
+    if name in ("nemotron_h_moe", "qwen3next", "qwen35moe"):
+        settings |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 160}
+        settings["expert_shared_feed_forward_length"] = 64
     if name.startswith("granite"):
         settings |= {"attention.scale": 0.2, "embedding_scale": 12.0, "residual_scale": 0.3, "logit_scale": 4.0}
     return settings
 
 
+WITH_STATES = (
+    *("mamba2", "granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "qwen3next", "qwen35", "qwen35moe"),
+)
 YARN_BY_4 = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
 
 
@@ -123,6 +138,17 @@ def is_heeded(file: GGUFFile, name: str, settings: dict[str, Any], key: str) -> 
     return False
 
 
+# Settings that are read, of what these models do not have, or say in another way.
+WITHOUT_MEANING = {
+    "attention.key_length": {"mamba2"},
+    "context_length": {"mamba2"},
+    "rope.dimension_count": {"mamba2", "nemotron_h", "nemotron_h_moe"},
+    "attention.recurrent_layers": {"granitehybrid", "nemotron_h", "nemotron_h_moe"},
+    **dict.fromkeys(("expert_group_used_count", "expert_weights_norm", "expert_weights_scale"), {"nemotron_h"}),
+    "expert_shared_count": {"nemotron_h_moe"},
+}
+
+
 def test_every_setting_of_llama_cpp(empty: GGUFFile) -> None:
     ignored: dict[str, set[str]] = {}
     for name, architecture in CASES:
@@ -136,17 +162,20 @@ def test_every_setting_of_llama_cpp(empty: GGUFFile) -> None:
     windows = {"exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2"}
     optional = {"qwen2", "qwen3", "qwen3moe", "smollm3", "lfm2", "lfm2moe"}  # refused: there is no window
     assert ignored.pop("use_parallel_residual") == {"stablelm"}  # its norms show it
+    for key, of in WITHOUT_MEANING.items():
+        assert ignored.pop(key) == of, key
+    refusing = {"lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"}
     assert ignored == {
         "vocab_size": names,
         "tensor_data_layout": names,
-        "expert_shared_feed_forward_length": names,
+        "expert_shared_feed_forward_length": names - {"nemotron_h_moe", "qwen3next", "qwen35moe"},
         "pooling_type": names,
         "attention.layer_norm_epsilon": names - layer_norms,
         "attention.layer_norm_rms_epsilon": layer_norms,
-        "attention.sliding_window": names - windows - same_window - {"lfm2", "lfm2moe"},
-        "attention.sliding_window_pattern": names - windows - optional,
+        "attention.sliding_window": names - windows - same_window - refusing,
+        "attention.sliding_window_pattern": names - windows - optional - {"qwen3next", "qwen35", "qwen35moe"},
         "rope.freq_base": {"bert", "gpt2"},
-        "rope.scaling.finetuned": names - {"granite", "granitemoe"},
+        "rope.scaling.finetuned": names - {"granite", "granitemoe", "granitehybrid"},
     }
     assert ignored.keys() <= WITHOUT_EFFECT.keys()
 

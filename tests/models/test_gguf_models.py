@@ -16,6 +16,7 @@ from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load as load_library
+from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
 from pagoda.loading.gguf_file import GGUFFile, open_gguf
 from pagoda.loading.loader import load_model
@@ -72,12 +73,20 @@ CASES = [
     ("mamba2", Kind.Q8_0),
     ("mamba2", Kind.F32),
     ("nemotron-h", Kind.F16),
-    ("nemotron-h-mlp", Kind.Q8_0),
+    ("nemotron-h-latent", Kind.Q8_0),
     ("qwen3-next", Kind.Q8_0),
-    ("qwen3-next", Kind.F32),
     ("granite4", Kind.Q8_0),
-    ("granite4-dense-rope", Kind.F32),
+    ("granite4-dense", Kind.F32),
 ]
+# llama.cpp has fewer kinds of layers, biases and groups.
+_LESS: dict[str, dict[str, object]] = {
+    "nemotron-h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "moe_intermediate_size": 160,  # a file with experts does not have the size of MLPs
+    },
+    "nemotron-h-latent": {"layers_block_type": ["mlp", "full_attention", "linear_attention", "mlp"], "use_bias": False},
+    "granite4-dense": {"mamba_proj_bias": False},
+}
 
 
 def logits(path: Path, on: DeviceUnderTest) -> torch.Tensor:
@@ -89,13 +98,26 @@ def logits(path: Path, on: DeviceUnderTest) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_same_bits_from_gguf_and_safetensors(name: str, kind: Kind, tmp_path: Path, on: DeviceUnderTest):
-    model = make_model(name)
+    model = make_model(name, **_LESS.get(name, {}))
     write_gguf(model, tmp_path / "model.gguf", kind)
     folder = save(model, tmp_path / "folder")
     assert torch.equal(logits(tmp_path / "model.gguf", on), logits(folder, on))
     spec = read_architecture(identify(tmp_path / "model.gguf"))[1].spec
     other = read_architecture(identify(folder))[1].spec
     assert shapes(spec) == shapes(other)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0], ids=["F32", "Q8_0"])
+@pytest.mark.parametrize("name", ["falcon-h1", "qwen3.5", "qwen3.5-attention-last", "qwen3.5-moe"])
+def test_what_is_stored_multiplied_or_in_another_order(name: str, kind: Kind, tmp_path: Path, on: DeviceUnderTest):
+    """Falcon-H1's weights have its multipliers; heads of Qwen3.5's delta rule, and with them columns, change places."""
+    model = make_model(name)
+    write_gguf(model, tmp_path / "model.gguf", kind)
+    found, expected = logits(tmp_path / "model.gguf", on), logits(save(model, tmp_path / "folder"), on)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    adapted = lora_targets(read_model(identify(tmp_path / "model.gguf")))
+    assert not [path for path in adapted if name == "falcon-h1" or path.endswith(("in_proj_qkv", "out_proj"))]
 
 
 IN_BLOCKS: dict[str, Kind | Callable[[str], Kind]] = {
