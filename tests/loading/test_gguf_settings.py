@@ -144,7 +144,7 @@ WITHOUT_MEANING = {
     "context_length": {"mamba2"},
     "rope.dimension_count": {"mamba2", "nemotron_h", "nemotron_h_moe"},
     "attention.recurrent_layers": {"granitehybrid", "nemotron_h", "nemotron_h_moe"},
-    **dict.fromkeys(("expert_group_used_count", "expert_weights_norm", "expert_weights_scale"), {"nemotron_h"}),
+    **{key: {"nemotron_h"} for key in ("expert_group_used_count", "expert_weights_norm", "expert_weights_scale")},
     "expert_shared_count": {"nemotron_h_moe"},
 }
 
