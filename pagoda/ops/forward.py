@@ -391,7 +391,6 @@ class ForwardOps(Protocol):
         dt_bias=Table(F32),
         states=Cache(writes=True, states=True),
         metadata=Group(Slots.QUERIES, "states"),
-        tiled=Scalar.FLAG,
         out=Out("x", state_outputs),
     )
     def gated_delta(
