@@ -74,7 +74,7 @@ CASES = [
     ("mamba2", Kind.F32),
     ("nemotron-h", Kind.F16),
     ("nemotron-h-latent", Kind.Q8_0),
-    ("qwen3-next", Kind.Q8_0),
+    ("qwen3-next", Kind.F16),
     ("granite4", Kind.Q8_0),
     ("granite4-dense", Kind.F32),
 ]
