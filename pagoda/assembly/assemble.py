@@ -21,7 +21,7 @@ from pagoda.base.config_rules import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
 from pagoda.base.redact import settings_without_secrets
 from pagoda.base.speculative_config import SpeculativeConfig
-from pagoda.core.kv import KVTier, block_sizes, prefix_group
+from pagoda.core.kv import KVTier, prefix_group
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.state import Preparations
@@ -108,7 +108,6 @@ def build_engine_core(
         num_host_blocks=capacity.num_host_blocks,
         max_num_seqs=setup.config.scheduler.max_num_seqs,
         max_num_batched_tokens=setup.config.scheduler.max_num_batched_tokens,
-        largest_block=max(block_sizes(setup.groups, capacity.block_size), default=0),
         prefix_group=prefix_group(setup.groups),
     )
     core = EngineCore(

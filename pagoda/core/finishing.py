@@ -68,10 +68,12 @@ def _fork(state: SchedulerState, plan: StepPlan, source: int, request: RequestSt
 def _num_shared_tokens(state: SchedulerState, request: RequestState) -> int:
     """Tokens in the full prompt blocks that the sequences of a resumed request share.
 
-    One token at least is left to compute: sequences may have lost their first one in flight, to a cache reset.
+    One token at least is left to compute: sequences may have lost their first one in flight, to a cache reset. States
+    are there before the prompt's last token (`KVSizing.snapshots_of`).
     """
     known = min(len(sequence.token_ids) for sequence in request.unfinished if sequence.row < 0)
-    return min(request.spec.num_prompt_tokens, known - 1) // state.kv.sizing.shared_size * state.kv.sizing.shared_size
+    size, num_prompt = state.kv.sizing.block_size, request.spec.num_prompt_tokens - state.kv.sizing.has_states
+    return min(num_prompt, known - 1) // size * size
 
 
 def _join(state: SchedulerState, plan: StepPlan, leader: int, request: RequestState, shared: int) -> None:

@@ -222,7 +222,7 @@ def lost_with(state: SchedulerState, request: RequestState) -> RowWork:
     """Return what is lost with its KV, by row. Full prompt blocks, which its sequences share, are computed once."""
     rows = [int(state.table.num_computed[row]) for row in request.rows]
     counts = np.array(rows or [sequence.num_computed for sequence in request.unfinished], np.int32)
-    size = state.kv.sizing.shared_size
+    size = state.kv.sizing.block_size
     shared = min([request.spec.num_prompt_tokens, *counts.tolist()]) // size * size
     start = np.full(len(counts), shared, np.int32)
     start[:1] = 0

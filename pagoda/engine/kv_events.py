@@ -26,7 +26,7 @@ import zmq
 from pagoda.base.errors import ConfigError
 from pagoda.base.kv_events_config import KVEventsConfig, endpoint_of
 from pagoda.core.events import Event, Removed, Stored
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, block_sizes
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 
 logger = logging.getLogger("pagoda")
 
@@ -96,7 +96,7 @@ class KVEventPublisher:
     ) -> None:
         """replica: its number, from 0. Raises ConfigError for an address that cannot be used."""
         self._groups = groups
-        self._block_sizes = block_sizes(tuple(groups), block_size)
+        self._block_size = block_size
         self._replica = replica
         self._topic = config.topic.encode()
         self._max_waiting = config.max_queue_size
@@ -182,7 +182,7 @@ class KVEventPublisher:
         hashes = [_number(one) for one in event.hashes]
         if isinstance(event, Removed):
             return BlockRemoved(hashes, medium, event.group)
-        size, lora = self._block_sizes[event.group], event.request.lora
+        size, lora = self._block_size, event.request.lora
         return BlockStored(
             hashes,
             None if event.parent is None else _number(event.parent),

@@ -44,7 +44,6 @@ class EngineSizes(msgspec.Struct, frozen=True):
     """The sizes of an engine, which are known once its model is loaded.
 
     max_num_seqs, max_num_batched_tokens: of a step, as far as memory has bounded them; None: as in the settings.
-    largest_block: tokens of the largest blocks, at whose ends prefix hits end; 0: those of all.
     prefix_group: the KV group that tells what is cached of a prompt.
     """
 
@@ -54,7 +53,6 @@ class EngineSizes(msgspec.Struct, frozen=True):
     num_host_blocks: int
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    largest_block: int = 0
     prefix_group: int = 0
 
     def settle(self, config: EngineConfig) -> EngineConfig:

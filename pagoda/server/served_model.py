@@ -125,7 +125,7 @@ class ServedModel:
         """Take the sizes of its engine, which is loaded."""
         self.llm.revive()
         self.llm.input_processor.limits.fit(sizes.max_model_len)
-        self.max_model_len, self.block_size = sizes.max_model_len, sizes.largest_block or sizes.block_size
+        self.max_model_len, self.block_size = sizes.max_model_len, sizes.block_size
 
     @property
     def num_restarts(self) -> int:

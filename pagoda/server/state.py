@@ -205,7 +205,7 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
         max_model_len=sizes.max_model_len,
         chat_template=template,
         tool_parser=parser,
-        block_size=sizes.largest_block or sizes.block_size,
+        block_size=sizes.block_size,
         max_num_seqs=config.scheduler.max_num_seqs * server.data_parallel_size,
         trusts_templates=server.trust_request_chat_template,
         template_kwargs=server.answer_defaults.default_chat_template_kwargs,

@@ -118,7 +118,7 @@ def _power_of_two(count: int) -> int:
 class BatchRows:
     """The rows of a batch, or of its tail, on the host: see AttentionMetadata.
 
-    tables: a block table per KV group.   block_sizes: tokens per block of each.
+    tables: a block table per KV group.   block_size: tokens per block.
     max_query_len, max_seq_len: its largest of both.
     shared: the shared prefix of each group, 0 tokens if it has none; empty if no group has one.
     last_seen: None: every token sees those up to its own.
@@ -131,7 +131,7 @@ class BatchRows:
     max_seq_len: int
     shared: tuple[np.ndarray, ...] = ()
     last_seen: np.ndarray | None = None
-    block_sizes: Sequence[int] = ()
+    block_size: int = 0
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -164,13 +164,12 @@ class BatchRows:
         further = size.num_tokens - num_tokens - per_row * np.arange(size.num_rows - count, dtype=np.int32)
         further = np.clip(further, 0, per_row)
         query_start = np.concatenate([self.query_start, num_tokens + np.cumsum(further, dtype=np.int32)])
-        tables = [np.zeros((size.num_rows, -(-size.context // one)), np.int32) for one in self.block_sizes]
+        width = -(-size.context // self.block_size)
+        tables = [np.zeros((size.num_rows, width), np.int32) for _ in self.tables]
         for table, of_rows in zip(tables, self.tables, strict=True):
             table[:count, : of_rows.shape[1]] = of_rows
         seq_lens = np.concatenate([self.seq_lens, further])
-        return BatchRows(
-            query_start, seq_lens, tables, per_row, size.context, self.shared, block_sizes=self.block_sizes
-        )
+        return BatchRows(query_start, seq_lens, tables, per_row, size.context, self.shared, block_size=self.block_size)
 
     def ends(self, wanted: np.ndarray) -> tuple["BatchRows", np.ndarray]:
         """Return the shortest row ends that contain the tokens `wanted`, and their indices in the batch (int64).
@@ -193,7 +192,7 @@ class BatchRows:
         tables = [table[rows] for table in self.tables]
         seen = None if self.last_seen is None else self.last_seen[index]
         longest = int(counts.max()), int(seq_lens.max())
-        ends = BatchRows(tail_start, seq_lens, tables, *longest, last_seen=seen, block_sizes=self.block_sizes)
+        ends = BatchRows(tail_start, seq_lens, tables, *longest, last_seen=seen, block_size=self.block_size)
         return ends, index
 
     def metadata(self, slots: list[torch.Tensor], tensors: list[torch.Tensor]) -> tuple[AttentionMetadata, ...]:
@@ -204,11 +203,9 @@ class BatchRows:
         max_query_len, max_seq_len = self.max_query_len, self.max_seq_len
         return tuple(
             AttentionMetadata(
-                query_start, seq_lens, table, of_group, block_size, max_query_len, max_seq_len, prefix, seen
+                query_start, seq_lens, table, of_group, self.block_size, max_query_len, max_seq_len, prefix, seen
             )
-            for of_group, table, prefix, block_size in zip(
-                slots, tables[: len(slots)], shared, self.block_sizes, strict=True
-            )
+            for of_group, table, prefix in zip(slots, tables[: len(slots)], shared, strict=True)
         )
 
 
@@ -280,7 +277,7 @@ def gather_rows(
     Of each token: the table row, its position (int32), and per KV group the slot of its keys and values (int64); groups
     of cross attention have CrossRows.
     """
-    sizes, num_rows = table.growing_sizes, len(output.rows)
+    block_size, num_rows = table.block_size, len(output.rows)
     # Kernels read raw int32 memory.
     start, num_new = output.start.astype(np.int32, copy=False), output.num_new.astype(np.int32, copy=False)
     query_start = np.zeros(num_rows + 1, np.int32)
@@ -295,12 +292,12 @@ def gather_rows(
         positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
     tables: list[np.ndarray] = []
     slots: list[np.ndarray] = []
-    for of_group, block_size in zip(table.growing_tables, sizes, strict=True):
-        block, offset = np.divmod(positions, block_size)
+    block, offset = np.divmod(positions, block_size)
+    for of_group in table.growing_tables:
         of_rows = of_group[output.rows, : -(-max_seq_len // block_size)]
         tables.append(of_rows)
         slots.append(of_rows[at_row, block].astype(np.int64) * block_size + offset)
     if not tables:  # a model without KV still needs to know where rows begin
-        tables, slots, sizes = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)], [table.block_size]
-    rows = BatchRows(query_start, seq_lens, tables, max_query_len, max_seq_len, block_sizes=sizes)
+        tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
+    rows = BatchRows(query_start, seq_lens, tables, max_query_len, max_seq_len, block_size=block_size)
     return rows, token_rows, positions, slots

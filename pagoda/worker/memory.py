@@ -179,7 +179,7 @@ def plan_capacity(
             raise CapacityError(f"{what} would make {count} blocks; at most {_MAX_BLOCKS} are possible: set it lower")
     fits = _longest_request(groups, cache.block_size, max_model_len, num_blocks, scheduler)
     num_states, num_host_states = (sum(sizing.pool_sizes(count)[1:]) for count in (num_blocks, host_blocks))
-    counts = num_blocks, host_blocks, sizing.block_sizes[0], of_blocks[0], fits
+    counts = num_blocks, host_blocks, cache.block_size, of_blocks[0], fits
     return KVCapacity(*counts, num_states, num_host_states, sum(of_blocks[1:]))
 
 

@@ -6,13 +6,12 @@ which is cheaper than updating a second table on the device with small kernels.
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from pagoda.base.config import LogprobsMode
 from pagoda.base.pooling import PoolingParams
-from pagoda.core.kv import KVGroupSpec, block_sizes, by_pool
+from pagoda.core.kv import KVGroupSpec, by_pool
 from pagoda.core.request import MediaItem, num_beam_candidates
 from pagoda.core.scheduler_output import BeamRows, RowFork, RowInit, SchedulerOutput
 from pagoda.models.base import POSITION_KINDS, Model
@@ -50,7 +49,6 @@ class TableMirror:
     num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).
     num_encoder: int32 [max_rows], encoder tokens, of an encoder-decoder model.
     cross_groups: the KV groups of cross attention, whose tables hold encoder tokens.   growing_tables: of the others.
-    growing_sizes: tokens per block of each of these.
     num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
     logprob_ids: per row, int64 array of the tokens to report in place of them, or None.   has_logprob_ids: bool
         [max_rows].
@@ -76,25 +74,22 @@ class TableMirror:
         max_encoder_len: int = 0,
         rotary: "RotaryPositions | None" = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
-        groups: "TableGroups | None" = None,
+        first_ids: Sequence[int] = (),
     ) -> None:
         """max_len: most tokens per row, including drafts.   max_encoder_len: most encoder tokens.
 
         logprobs_mode: of all rows but those of speech and of beam searches, which are ranked by log-probabilities.
-        groups: None: all have blocks of `block_size` tokens of one pool.
+        first_ids: see `first_ids_of`; empty: all groups have blocks of one pool.
 
         Memory pages are only touched when rows use them.
         """
         self.block_size = block_size
         self.token_ids = np.zeros((max_rows, max_len), np.int32)
         self.cross_groups = cross_groups
-        groups = groups or TableGroups((block_size,) * num_groups, (0,) * num_groups)
-        self._first_ids = groups.first_ids
+        self._first_ids = first_ids or (0,) * num_groups
         lengths = [max_encoder_len if group in cross_groups else max_len for group in range(num_groups)]
-        widths = [-(-length // size) for length, size in zip(lengths, groups.block_sizes, strict=True)]
-        self.block_tables = tuple(np.zeros((max_rows, width), np.int32) for width in widths)
+        self.block_tables = tuple(np.zeros((max_rows, -(-length // block_size)), np.int32) for length in lengths)
         self.growing_tables = tuple(table for group, table in enumerate(self.block_tables) if group not in cross_groups)
-        self.growing_sizes = [size for group, size in enumerate(groups.block_sizes) if group not in cross_groups]
         self.seeds = np.zeros(max_rows, np.uint64)
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.num_encoder = np.zeros(max_rows, np.int32)
@@ -138,7 +133,7 @@ class TableMirror:
         if delta.rows.size:
             for group, table in enumerate(self.block_tables):
                 of_group = delta.groups == group if len(self.block_tables) > 1 else slice(None)
-                block_ids = delta.block_ids[of_group] - self._first_ids[group]
+                block_ids = np.maximum(delta.block_ids[of_group] - self._first_ids[group], 0)
                 table[delta.rows[of_group], delta.index[of_group]] = block_ids
         for fork in output.forks:
             self._fork(fork)
@@ -262,23 +257,12 @@ class TableMirror:
         self.without_token[dst] = self.without_token[src]
 
 
-@dataclass(frozen=True, slots=True)
-class TableGroups:
-    """What a worker's block tables differ in, per KV group.
-
-    block_sizes: tokens per block.   first_ids: what the scheduler's ids of the group's blocks are shifted by: states
-    follow the blocks of attention there, and begin at 1 in their own tensors.
+def first_ids_of(groups: tuple[KVGroupSpec, ...], num_blocks: int) -> tuple[int, ...]:
+    """Return what the scheduler's block ids of each group are shifted by: states follow the blocks of attention there,
+    and begin at 1 in their own tensors.   num_blocks: of the first pool.
     """
-
-    block_sizes: tuple[int, ...]
-    first_ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, groups: tuple[KVGroupSpec, ...], block_size: int, num_blocks: int) -> "TableGroups":
-        """num_blocks: of the first pool."""
-        divides = len(by_pool(groups)) > 1
-        first_ids = (num_blocks if divides and group.has_states else 0 for group in groups)
-        return cls(block_sizes(groups, block_size), tuple(first_ids))
+    divides = len(by_pool(groups)) > 1
+    return tuple(num_blocks if divides and group.has_states else 0 for group in groups)
 
 
 class RotaryPositions:

@@ -32,7 +32,7 @@ from pagoda.worker.memory import bytes_of_blocks
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.speculation.loaded_draft import speculator_of
 from pagoda.worker.staging import RowEmbeds
-from pagoda.worker.table_mirror import RotaryPositions, TableGroups, TableMirror
+from pagoda.worker.table_mirror import RotaryPositions, TableMirror, first_ids_of
 
 logger = logging.getLogger("pagoda")
 
@@ -187,7 +187,7 @@ class Worker:
             config.max_encoder_len,
             rotary,
             config.logprobs_mode,
-            TableGroups.of(model.kv_groups, config.block_size, num_blocks),
+            first_ids_of(model.kv_groups, num_blocks),
         )
 
     def _make_encoders(self, loaded: LoadedModel) -> EncoderOutputs | None:

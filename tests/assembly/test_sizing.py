@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.assembly.assemble import build_engine_core
 from pagoda.assembly.engine_setup import options_of, resolve_engine
 from pagoda.assembly.sizing import encoder_in_memory, fit_cache, fit_measured, size_cache, weights_in_memory
 from pagoda.base.abbreviate import human_bytes
@@ -15,7 +14,7 @@ from pagoda.base.errors import CapacityError
 from pagoda.worker.calls import Capacity, StepSize
 from pagoda.worker.memory import KVCapacity, kv_block_bytes, smallest
 from tests.engine.driver import write_tiny_llama
-from tests.models.tiny import make_model, save
+from tests.models.tiny import save
 from tests.models.tiny_vision import make_vision
 
 GIB = 1 << 30
@@ -64,19 +63,6 @@ def test_weights_larger_than_memory_are_refused_before_they_are_read(
     assert numbers in plan(less, less, cache)
     assert "take a smaller model" in plan(less // 8, more, None)
     assert plan(less, more, cache) == plan(less, None, cache) == plan(more, more, None) == ""
-
-
-def test_an_engine_says_where_hits_of_a_model_with_states_end(tmp_path: Path) -> None:
-    """Else a miss of its prompts would be looked for in the blocks of attention."""
-    options = {
-        "model": str(save(make_model("granite4"), tmp_path)),
-        "device": "cpu",
-        "num_blocks": 40,
-        "block_size": 16,
-    }
-    core = build_engine_core(EngineConfig.from_options(**options))
-    assert (core.sizes.block_size, core.sizes.largest_block) == (16, 32)
-    core.shutdown()
 
 
 def test_images_take_memory_by_the_largest_that_their_processing_makes(

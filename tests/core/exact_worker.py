@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, block_sizes
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import MediaItem, RequestKey, num_beam_candidates
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, RowInit, SchedulerOutput
 
@@ -100,7 +100,7 @@ class ExactWorker:
     ) -> None:
         self.samples = samples
         self.groups = groups
-        self.block_sizes = block_sizes(groups, block_size)
+        self.block_size = block_size
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.vocab = vocab
@@ -266,6 +266,8 @@ class ExactWorker:
                 if spec.kind is KVGroupKind.STATE and start:
                     self._read_state(number, row, group, row.name_at(start - 1, tokens))
                 for position in range(start, start + new):
+                    if self._leaves_nothing(row, group, position, start + new):
+                        continue
                     block, slot = self._block(row, group, position), self._slot(group, position)
                     if written.get((block, slot), number) != number:
                         raise WrongMemory(
@@ -283,7 +285,12 @@ class ExactWorker:
 
     def _slot(self, group: int, position: int) -> int:
         """Where a block holds what `position` leaves: the states of its positions overwrite each other."""
-        return 0 if self.groups[group].kind is KVGroupKind.STATE else position % self.block_sizes[group]
+        return 0 if self.groups[group].kind is KVGroupKind.STATE else position % self.block_size
+
+    def _leaves_nothing(self, row: Row, group: int, position: int, end: int) -> bool:
+        """Whether no state is kept of the block of `position`, in which the row, which computes to `end`, goes on."""
+        index, is_state = position // self.block_size, self.groups[group].kind is KVGroupKind.STATE
+        return is_state and row.tables[group][index] == 0 and end > (index + 1) * self.block_size
 
     def _read_state(self, number: int, row: Row, group: int, name: Name) -> None:
         """Read the state in front of a row's chunk, in the order of the rows: a row before it may have just left it."""
@@ -308,12 +315,13 @@ class ExactWorker:
                 else:
                     positions = range(start, start + int(output.num_new[at]))
                 for position in positions:
-                    self.device[self._block(row, group, position)][self._slot(group, position)] = SPOILED
+                    if not self._leaves_nothing(row, group, position, positions.stop):
+                        self.device[self._block(row, group, position)][self._slot(group, position)] = SPOILED
 
     def _write_cross(self, row: Row, group: int) -> None:
         if not row.cross_written:
             for place in range(row.encoder_len):
-                self.device[self._block(row, group, place)][place % self.block_sizes[group]] = self._cross_name(
+                self.device[self._block(row, group, place)][place % self.block_size] = self._cross_name(
                     row, group, place
                 )
         if group == len(self.groups) - 1 or self.groups[group + 1].kind is not KVGroupKind.CROSS:
@@ -338,7 +346,7 @@ class ExactWorker:
                 raise WrongMemory(f"{row.request_id} needs {item.content_hash}, which is not encoded")
 
     def _block(self, row: Row, group: int, position: int) -> int:
-        index = position // self.block_sizes[group]
+        index = position // self.block_size
         table = row.tables[group]
         if index >= len(table) or table[index] == 0:
             raise WrongMemory(f"{row.request_id}: no block for position {position} of group {group}: {table}")
@@ -365,7 +373,7 @@ class ExactWorker:
             first = max(0, start - spec.window + 1) if spec.window else 0
             for position in range(row.encoder_len) if is_cross else range(first, start + new):
                 block = self._block(row, group, position)
-                held = self.device[block][position % self.block_sizes[group]]
+                held = self.device[block][position % self.block_size]
                 if held == SPOILED:
                     return True
                 expected = self._cross_name(row, group, position) if is_cross else (group, row.names[position])

@@ -394,7 +394,7 @@ def test_a_state_is_left_in_its_block_and_goes_on_in_the_next() -> None:
     rig = Rig(groups=(STATE,))
     rig.add("a", 3, max_tokens=9)
     held = [rig.step() and rig.blocks("a")[0] for _ in range(7)]
-    assert held == [1, 1, 2, 1, 1, 1, 2]  # computed after the step: 3 to 9; blocks of 4
+    assert held == [1, 1, 2, 2, 2, 2, 2]  # computed after the step: 3 to 9; the last full block of 4 stays
 
 
 def test_a_state_that_is_partly_filled_is_copied_at_a_fork() -> None:
@@ -454,6 +454,63 @@ def test_a_hit_goes_back_to_the_last_state_that_is_left() -> None:
     cache.uncache_blocks(np.array([cache._blocks[1][hashes[2]]], np.int32))
     rig.add("c", [*tokens(0, 14), 1], max_tokens=1)
     assert rig.step().cached == {"c": 8}
+
+
+RARE_STATE = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, layers=(1,), shape=KVShape(1, 4096, 0))  # every 16 tokens
+
+
+def rare_states(**config: int) -> Rig:
+    return Rig(groups=(FULL, RARE_STATE), enable_prefix_caching=True, num_blocks=256, **config)
+
+
+def test_a_chunk_leaves_states_every_few_blocks_before_its_last_token_and_at_its_end() -> None:
+    rig, tables = rare_states(max_num_batched_tokens=27), list[list[int]]()
+    rig.add("a", 50, max_tokens=20)
+    for _ in range(11):
+        rig.step()
+        tables.append(np.flatnonzero(rig.scheduler._state.kv.tables.of(0)[1]).tolist())
+    assert tables[:3] == [[3, 6], [6, 7, 11, 12], [11, 12]]  # those that are passed are free, and found
+    assert tables[-1] == [13, 14]
+
+
+def test_the_same_prompt_and_a_longer_one_go_on_from_its_end() -> None:
+    rig = rare_states()
+    rig.add("a", tokens(0, 43), max_tokens=1)
+    rig.run()
+    rig.add("again", tokens(0, 43), max_tokens=1)
+    assert rig.step().cached == {"again": 40}
+    rig.add("longer", tokens(0, 60), max_tokens=1)
+    assert rig.step().cached == {"longer": 40}
+
+
+def test_a_sequence_leaves_the_state_of_its_last_full_block() -> None:
+    rig = rare_states()
+    rig.add("a", tokens(0, 18), max_tokens=13)
+    rig.run()
+    rig.add("next turn", [*tokens(0, 18), *([7] * 13), 1, 2, 3], max_tokens=1)
+    assert rig.step().cached == {"next turn": 28}  # 30 were computed
+
+
+def test_a_prompt_leaves_a_state_where_it_parts_from_another() -> None:
+    rig, found = rare_states(), list[int]()
+    for number in range(3):
+        rig.add(f"{number}", [*tokens(0, 29), *tokens(100 * (number + 1), 9)], max_tokens=1)
+        found.append(rig.step().cached[f"{number}"])
+        rig.run()
+    assert found == [0, 16, 28]
+
+
+def test_states_between_snapshots_take_no_room_in_the_cache() -> None:
+    """However long it decodes, and though another request looks for its blocks meanwhile."""
+    rig = rare_states()
+    rig.add("a", 18, max_tokens=60)
+    for number in range(9):
+        for _ in range(6):
+            rig.step()
+        rig.add(f"looks {number}", 2, max_tokens=1)
+    rig.run()
+    known = rig.scheduler._state.kv.prefix_cache._blocks
+    assert (len(known[0]), len(known[1])) == ((18 + 59) // 4, (18 + 59) // 16 + 1)  # and the last full one
 
 
 def test_a_batch_hashes_nothing_while_a_request_waits_for_a_sequence_and_all_once_it_looks() -> None:

@@ -223,7 +223,7 @@ class FilledUp:
         on_host = (getattr(metadata, name).cpu().numpy() for name in ("query_start", "seq_lens", "block_table"))
         query_start, seq_lens, table = on_host
         size = PaddedSize(len(q) + 5, len(seq_lens) + 4, 4, 128)
-        padded = BatchRows(query_start, seq_lens, [table], 4, 128, block_sizes=[metadata.block_size]).padded(size)
+        padded = BatchRows(query_start, seq_lens, [table], 4, 128, block_size=metadata.block_size).padded(size)
         assert padded.seq_lens[len(seq_lens) :].tolist() == [4, 1, 0, 0]
         arrays = [torch.from_numpy(array).to(DEVICE) for array in padded.arrays]
         (metadata,) = padded.metadata([metadata.slot_mapping], arrays)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import torch
 
-from pagoda.core.kv import block_sizes
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_runner import Computed, ForwardRunner
@@ -31,7 +30,7 @@ class PagedRunner:
         device: torch.device = CPU,
     ) -> None:
         self.model, groups = model, model.model.kv_groups
-        self.block_sizes = block_sizes(groups, block_size)
+        self.block_size = block_size
         blocks_per_row = -(-max_len // block_size)
         num_blocks = len(groups) * num_rows * blocks_per_row
         cache = CacheEngine(groups, block_size, num_blocks, 0, dtype, made(device), num_states=num_blocks)
@@ -61,8 +60,8 @@ class PagedRunner:
         lengths = torch.tensor([len(tokens) for _, _, tokens in work])
         query_start = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).int()
         seq_lens = torch.tensor([start + len(tokens) for _, start, tokens in work], dtype=torch.int32)
-        metadata = []
-        for group, block_size, tables in zip(self.model.model.kv_groups, self.block_sizes, self.tables, strict=True):
+        metadata, block_size = [], self.block_size
+        for group, tables in zip(self.model.model.kv_groups, self.tables, strict=True):
             table = torch.stack([tables[row] for row, _, _ in work])
             slots = [
                 table[index][at // block_size].long() * block_size + at % block_size

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Hashable
+from typing import NamedTuple
 
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, block_sizes
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, blocks_per_snapshot
 from pagoda.core.request import Request
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import TwinRequest, TwinSequence
@@ -24,6 +25,17 @@ def total(*needs: Need) -> Need:
     return [sum(counts) for counts in zip(*needs, strict=True)]
 
 
+class Hit(NamedTuple):
+    """What is cached of a text.   tables: the blocks that hold it, per group.
+
+    parts_at: tokens that groups without windows have, if that is more, else 0.
+    """
+
+    num_tokens: int
+    tables: list[list[int]]
+    parts_at: int = 0
+
+
 class Memory:
     def __init__(
         self,
@@ -33,17 +45,18 @@ class Memory:
         caching: bool,
         max_model_len: int,
         max_in_flight: int,
+        depth: int,
     ) -> None:
         self.groups = groups
         self.pool = pool
-        self.sizes = block_sizes(groups, block_size)
-        self.block_size = min(self.sizes, default=block_size)
-        self.largest = max(self.sizes, default=block_size)
+        self.block_size = block_size
+        self.stride = blocks_per_snapshot(groups, block_size)
         divides = any(spec.kind is not KVGroupKind.STATE for spec in groups)
         self.pool_of = [int(divides and spec.kind is KVGroupKind.STATE) for spec in groups]
         self.caching = caching
         self.max_model_len = max_model_len
         self.max_in_flight = max_in_flight
+        self.depth = depth
         self.open_step()
 
     def open_step(self) -> None:
@@ -54,9 +67,9 @@ class Memory:
     def stamps(self, sequence: TwinSequence, start: int, end: int) -> set[tuple[int, int]]:
         """The blocks of positions `start` .. `end` - 1."""
         numbers: list[int] = []
-        for spec, size, table in zip(self.groups, self.sizes, sequence.tables, strict=True):
+        for spec, table in zip(self.groups, sequence.tables, strict=True):
             if spec.kind is not KVGroupKind.CROSS:
-                numbers += table[start // size : blocks_for(end, size)]
+                numbers += table[start // self.block_size : blocks_for(end, self.block_size)]
         return {self.pool.blocks[number].stamp for number in numbers if number != NULL}
 
     def equal_blocks(
@@ -68,9 +81,9 @@ class Memory:
         """
         contents = [
             self.content(group, request, tokens, end)
-            for group, (spec, size) in enumerate(zip(self.groups, self.sizes, strict=True))
+            for group, spec in enumerate(self.groups)
             if spec.window or not of_windows
-            for end in range(size, len(tokens) + 1, size)
+            for end in range(self.block_size, len(tokens) + 1, self.block_size)
             if end > after
         ]
         return {number for content in contents for number in self.pool.known.get(content, ())}
@@ -82,8 +95,8 @@ class Memory:
     def in_order(self, sequence: TwinSequence) -> list[int]:
         """The blocks by the position at which they end, those of all groups before those of the next."""
         placed = [
-            ((index + 1) * size, group, number)
-            for group, (size, table) in enumerate(zip(self.sizes, sequence.tables, strict=True))
+            (index, group, number)
+            for group, table in enumerate(sequence.tables)
             for index, number in enumerate(table)
             if number != NULL
         ]
@@ -98,27 +111,28 @@ class Memory:
         embeds = given and (given.positions.tobytes(), given.values.tobytes())
         return (group, tuple(tokens[:end]), embeds, adapter_of(request), request.cache_salt, media)
 
-    def hit(self, request: Request, tokens: list[int]) -> tuple[int, list[list[int]]]:
-        """Tokens found, and the blocks that hold them per group. The last token is always computed."""
-        nothing: tuple[int, list[list[int]]] = (0, [[] for _ in self.groups])
+    def hit(self, request: Request, tokens: list[int]) -> "Hit":
+        """What is found of the tokens. The last one is always computed."""
+        nothing: list[list[int]] = [[] for _ in self.groups]
         if not self.caching or request.skip_prefix_read or _wants_prompt_logprobs(request):
-            return nothing
-        size = self.block_size
+            return Hit(0, nothing)
+        size, parts_at = self.block_size, 0
         for length in range((len(tokens) - 1) // size, 0, -1):
             tables = [self._hit_of_length(group, request, tokens, length * size) for group in range(len(self.groups))]
             if all(table is not None for table in tables):
-                return length * size, [table for table in tables if table is not None]
-        return nothing
+                return Hit(length * size, [table for table in tables if table is not None], parts_at)
+            without_windows = [table for table, spec in zip(tables, self.groups, strict=True) if not spec.window]
+            if all(table is not None for table in without_windows):
+                parts_at = max(parts_at, length * size)
+        return Hit(0, nothing, parts_at)
 
     def _hit_of_length(self, group: int, request: Request, tokens: list[int], end: int) -> list[int] | None:
-        spec, size = self.groups[group], self.sizes[group]
+        spec, size = self.groups[group], self.block_size
         if spec.kind is KVGroupKind.CROSS:
             return []
-        if end % size:
-            return None  # no state was kept there
         first, length = 0, end // size
         if spec.window:
-            first = max(0, length - blocks_for(spec.window - 1, size))
+            first = max(0, length - blocks_for(self.window(spec) - 1, size))
         table = [NULL] * first
         for index in range(first, length):
             found = self.pool.find(self.content(group, request, tokens, (index + 1) * size))
@@ -137,7 +151,7 @@ class Memory:
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
                 continue
-            table, size = sequence.tables[group], self.sizes[group]
+            table, size = sequence.tables[group], self.block_size
             for index in range(sequence.hashed[group], min(confirmed // size, len(table))):
                 content = self.content(group, request, sequence.tokens, (index + 1) * size)
                 if table[index] != NULL and self.pool.record(table[index], content):
@@ -147,22 +161,42 @@ class Memory:
 
     # Room -----------------------------------------------------------------------------------------------------
 
+    def window(self, spec: KVGroupSpec) -> int:
+        """A state is freed when the block after its own is full."""
+        return self.block_size + 1 if spec.kind is KVGroupKind.STATE else spec.window
+
     def behind_window(self, group: int, processed: int) -> int:
         """Leading blocks that no later token of this group attends to."""
         spec = self.groups[group]
         if not spec.window:
             return 0
-        return max(0, processed - spec.window + 1) // self.sizes[group]
+        return max(0, processed - self.window(spec) + 1) // self.block_size
+
+    def snapshots(self, num_prompt: int, parts_at: int = 0) -> set[int]:
+        """Blocks before which a sequence leaves its state because of its prompt."""
+        return {(num_prompt - 1) // self.block_size, parts_at // self.block_size}
+
+    def keeps(self, group: int, index: int, snapshots: set[int]) -> bool:
+        """Whether the full block is still found when the sequence has gone on."""
+        is_state = self.groups[group].kind is KVGroupKind.STATE
+        return not is_state or (index + 1) % self.stride == 0 or index + 1 in snapshots
+
+    def new_blocks(self, group: int, have: int, upto: int, snapshots: set[int]) -> list[bool]:
+        """Of each block after the first `have`, whether there is one: not of states that nothing reads."""
+        want = blocks_for(upto, self.block_size)
+        return [self.keeps(group, index, snapshots) or index == want - 1 for index in range(have, want)]
 
     def release_behind_windows(self, sequence: TwinSequence) -> None:
         for group in range(len(self.groups)):
             table = sequence.tables[group]
             last = min(self.behind_window(group, sequence.computed - sequence.in_flight), len(table))
+            passed = [index for index in range(last) if not self.keeps(group, index, sequence.snapshots)]
+            self.pool.forget_blocks(table[index] for index in passed if table[index] != NULL)
             self.pool.free_blocks(table[index] for index in range(last - 1, -1, -1))
             for index in range(last):
                 table[index] = NULL
 
-    def admission_need(self, request: Request, tokens: int, hits: list[list[int]], capped: bool) -> Need:
+    def admission_need(self, request: Request, tokens: int, hit: "Hit", capped: bool) -> Need:
         """Blocks that a new request takes from the free list for `tokens`, including free blocks that are cached.
 
         capped: count for a window group no more than it can ever hold at once.
@@ -170,22 +204,36 @@ class Memory:
         need = self.nothing()
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
-                need[self.pool_of[group]] += blocks_for(request.encoder_len, self.sizes[group])
+                need[self.pool_of[group]] += blocks_for(request.encoder_len, self.block_size)
                 continue
-            want = max(blocks_for(tokens, self.sizes[group]) - len(hits[group]), 0)
-            want += len({block for block in hits[group] if block != NULL and self.pool.is_free(block)})
-            if capped and spec.window:
-                want = min(want, self._most_held(group))
-            need[self.pool_of[group]] += want
+            table, snapshots = hit.tables[group], self.snapshots(request.num_prompt_tokens, hit.parts_at)
+            want = sum(self.new_blocks(group, len(table), tokens, snapshots))
+            want += len({block for block in table if block != NULL and self.pool.is_free(block)})
+            need[self.pool_of[group]] += min(want, self._most_held(group, tokens)) if capped else want
+        return need
+
+    def most_need(self, request: Request, tokens: int) -> Need:
+        """Most blocks that a sequence holds at once while it grows to `tokens` tokens."""
+        need = self.nothing()
+        for group, spec in enumerate(self.groups):
+            is_cross = spec.kind is KVGroupKind.CROSS
+            of_encoder = blocks_for(request.encoder_len, self.block_size)
+            need[self.pool_of[group]] += of_encoder if is_cross else self._most_held(group, tokens)
         return need
 
     def nothing(self) -> Need:
         return [0] * len(self.pool.sizes)
 
-    def _most_held(self, group: int) -> int:
-        """Blocks that a sequence holds at once in a window group."""
-        most = min(self.groups[group].window - 1 + self.max_in_flight, self.max_model_len)
-        return blocks_for(most, self.sizes[group]) + 1
+    def _most_held(self, group: int, tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds at once."""
+        spec, most = self.groups[group], blocks_for(tokens, self.block_size)
+        if spec.window:
+            most = min(most, blocks_for(self.window(spec) - 1 + self.max_in_flight, self.block_size) + 1)
+        if spec.kind is KVGroupKind.STATE and self.stride > 1:
+            # Of two blocks and the prompt's two, and of what is in flight: every `stride`th and the last of each chunk.
+            of_chunks = blocks_for(min(tokens, self.max_in_flight), self.stride * self.block_size) + self.depth
+            most = min(most, 4 + of_chunks)
+        return most
 
     def growth_need(self, sequence: TwinSequence, upto: int) -> Need:
         """New blocks so that the sequence has slots for `upto` tokens, with a copy of a shared block it writes to."""
@@ -200,26 +248,28 @@ class Memory:
         need = self.nothing()
         for group, spec in enumerate(self.groups):
             if spec.kind is not KVGroupKind.CROSS:
-                need[self.pool_of[group]] += max(blocks_for(upto, self.sizes[group]) - len(sequence.tables[group]), 0)
+                new = self.new_blocks(group, len(sequence.tables[group]), upto, sequence.snapshots)
+                need[self.pool_of[group]] += sum(new)
         return need
 
     def _shared_write(self, sequence: TwinSequence, group: int) -> int | None:
         """The place of the shared block that the next token would be written into, if there is one."""
-        index = sequence.computed // self.sizes[group]
+        index = sequence.computed // self.block_size
         table = sequence.tables[group]
         if index < len(table) and table[index] != NULL and self.pool.blocks[table[index]].references > 1:
             return index
         return None
 
-    def adopt(self, request: Request, sequence: TwinSequence, hits: list[list[int]]) -> None:
-        for group in range(len(self.groups)):
-            self.pool.share(hits[group])
-            sequence.tables[group] = list(hits[group])
-            sequence.hashed[group] = len(hits[group])
+    def adopt(self, request: Request, sequence: TwinSequence, hit: "Hit") -> None:
+        sequence.snapshots = self.snapshots(sequence.num_prompt, hit.parts_at)
+        for group, table in enumerate(hit.tables):
+            self.pool.share(table)
+            sequence.tables[group] = list(table)
+            sequence.hashed[group] = len(table)
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
                 sequence.tables[group] = self.pool.take(
-                    blocks_for(request.encoder_len, self.sizes[group]), self.pool_of[group]
+                    blocks_for(request.encoder_len, self.block_size), self.pool_of[group]
                 )
 
     def grow(self, sequence: TwinSequence, upto: int) -> None:
@@ -234,9 +284,9 @@ class Memory:
                 self.copied.append((self.pool.blocks[table[index]].stamp, self.pool.blocks[fresh].stamp))
                 self.pool.free_blocks([table[index]])
                 table[index] = fresh
-            missing = blocks_for(upto, self.sizes[group]) - len(table)
-            if missing > 0:
-                table.extend(self.pool.take(missing, self.pool_of[group]))
+            new = self.new_blocks(group, len(table), upto, sequence.snapshots)
+            taken = iter(self.pool.take(sum(new), self.pool_of[group]))
+            table.extend(next(taken) if is_there else NULL for is_there in new)
 
     def call_off_copies(self, sequences: list[TwinSequence]) -> None:
         """They do not run in this step: nothing is copied for them."""
@@ -250,22 +300,20 @@ class Memory:
 
     def share_prefix(self, source: TwinSequence, child: TwinSequence, tokens: int) -> None:
         """`child`, which has nothing, shares the blocks of the first `tokens` tokens, and the cross-attention ones."""
+        child.snapshots = source.snapshots
         for group, spec in enumerate(self.groups):
-            table, count = source.tables[group], blocks_for(tokens, self.sizes[group])
+            table, count = source.tables[group], blocks_for(tokens, self.block_size)
             child.tables[group] = list(table if spec.kind is KVGroupKind.CROSS else table[:count])
             self.pool.share(child.tables[group])
-            child.hashed[group] = min(source.hashed[group], tokens // self.sizes[group])
+            child.hashed[group] = min(source.hashed[group], tokens // self.block_size)
 
     def sibling_need(self, state: TwinRequest) -> Need:
         """Blocks of the other sequences than the first, after the full prompt blocks that all share."""
-        shared, need = state.request.num_prompt_tokens // self.largest * self.largest, self.nothing()
+        shared, need = state.request.num_prompt_tokens // self.block_size * self.block_size, self.nothing()
         for sequence in state.alive[1:]:
             for group, spec in enumerate(self.groups):
-                own = blocks_for(len(sequence.tokens) - shared, self.sizes[group])
-                if spec.window:
-                    need[self.pool_of[group]] += min(own, self._most_held(group))
-                elif spec.kind is not KVGroupKind.CROSS:
-                    need[self.pool_of[group]] += own
+                if spec.kind is not KVGroupKind.CROSS:
+                    need[self.pool_of[group]] += self._most_held(group, len(sequence.tokens) - shared)
         return need
 
     # Host memory ----------------------------------------------------------------------------------------------
@@ -273,8 +321,8 @@ class Memory:
     def _parked(self, sequence: TwinSequence) -> list[list[int]]:
         """Per group, the table entries that hold KV."""
         return [
-            list(table) if spec.kind is KVGroupKind.CROSS else table[: blocks_for(sequence.computed, size)]
-            for spec, size, table in zip(self.groups, self.sizes, sequence.tables, strict=True)
+            list(table) if spec.kind is KVGroupKind.CROSS else table[: blocks_for(sequence.computed, self.block_size)]
+            for spec, table in zip(self.groups, sequence.tables, strict=True)
         ]
 
     def host_need(self, sequences: list[TwinSequence]) -> Need:
@@ -333,8 +381,9 @@ class Memory:
                 distinct.update(block for block in table if block != NULL)
                 if spec.kind is KVGroupKind.CROSS:
                     continue
-                need[self.pool_of[group]] += max(blocks_for(upto, self.sizes[group]) - len(table), 0)
-                if sequence.computed % self.sizes[group] and table[-1] != NULL:
+                snapshots = self.snapshots(sequence.num_prompt)
+                need[self.pool_of[group]] += sum(self.new_blocks(group, len(table), upto, snapshots))
+                if sequence.computed % self.block_size and table[-1] != NULL:
                     writers[table[-1]] += 1
         # Each writer of a shared tail copies it, except one that is left alone with it.
         for block, count in writers.items():
@@ -346,6 +395,7 @@ class Memory:
         moved: dict[int, int] = {}
         for sequence in sequences:
             assert sequence.on_host is not None
+            sequence.snapshots = self.snapshots(sequence.num_prompt)
             for group, there in enumerate(sequence.on_host):
                 table: list[int] = []
                 for block in there:

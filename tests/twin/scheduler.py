@@ -31,7 +31,7 @@ from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.twin.beams import TwinSearch
 from tests.twin.encoder import EncoderInputs, Share
-from tests.twin.memory import Memory, Need, adapter_of, exceeds, total
+from tests.twin.memory import Hit, Memory, Need, adapter_of, exceeds, total
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import Planned, Step, TwinRequest, TwinSequence
 
@@ -77,6 +77,7 @@ class TwinScheduler:
             cache.enable_prefix_caching and not encoder_decoder,
             max_model_len,
             in_flight,
+            config.pipeline_depth,
         )
         # The null block counts as one of the pool.
         self.watermark = [int(cache.watermark * (size + 1)) for size in self.pool.sizes]
@@ -470,7 +471,7 @@ class TwinScheduler:
     def _lost(self, state: TwinRequest, whole: list[TwinSequence]) -> RowWork:
         """What must be computed again without their KV: by the first sequence, what all share, too."""
         full_blocks = min([state.request.num_prompt_tokens, *(sequence.computed for sequence in whole)])
-        shared = full_blocks // self.memory.largest * self.memory.largest
+        shared = full_blocks // self.memory.block_size * self.memory.block_size
         start = [0] + [shared] * (len(whole) - 1)
         new = [sequence.computed - first for sequence, first in zip(whole, start, strict=True)]
         return RowWork(np.array(start, np.int32), np.array(new, np.int32))
@@ -502,8 +503,7 @@ class TwinScheduler:
         self._push(self.waiting, state)
 
     def _can_never_hold(self, state: TwinRequest, upto: int) -> bool:
-        nothing: list[list[int]] = [[] for _ in self.memory.groups]
-        return exceeds(self.memory.admission_need(state.request, upto, nothing, capped=True), list(self.pool.sizes))
+        return exceeds(self.memory.most_need(state.request, upto), list(self.pool.sizes))
 
     def _outgrown(self, state: TwinRequest, sequence: TwinSequence) -> None:
         together = [sequence]
@@ -692,8 +692,7 @@ class TwinScheduler:
 
     def _most_blocks(self, state: TwinRequest) -> Need:
         """Blocks that its known tokens hold at once, in an empty pool."""
-        nothing: list[list[int]] = [[] for _ in self.memory.groups]
-        own = self.memory.admission_need(state.request, len(state.alive[0].tokens), nothing, capped=True)
+        own = self.memory.most_need(state.request, len(state.alive[0].tokens))
         need = total(own, self._sibling_need(state))
         for pool in range(len(need)):  # each sequence writes to a state of its own
             kinds = [spec.kind for spec, at in zip(self.memory.groups, self.memory.pool_of, strict=True) if at == pool]
@@ -714,7 +713,8 @@ class TwinScheduler:
         request, sequence = state.request, state.alive[0]
         known = len(sequence.tokens)
         siblings = self._sibling_need(state)
-        cached, hits = self._hit(state)
+        hit = self._hit(state)
+        cached = hit.num_tokens
         want = self._capped(state, cached, known - cached)
         if self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
@@ -728,9 +728,9 @@ class TwinScheduler:
             self.encoder.release(state)
             return Reason.ENCODER
         upto = cached + want
-        need = self.memory.admission_need(request, upto, hits, capped=False)
+        need = self.memory.admission_need(request, upto, hit, capped=False)
         if self.config.admit_whole_prompt:
-            whole = self.memory.admission_need(request, known, hits, capped=True)
+            whole = self.memory.admission_need(request, known, hit, capped=True)
             need = list(map(max, need, total(whole, siblings)))
         reason = self._why_short(need)
         if reason is not None:
@@ -739,7 +739,7 @@ class TwinScheduler:
         kind = AdmitKind.RESUMED if state.status == "preempted" else AdmitKind.NEW
         self.waiting.remove(state)
         self._enter(state)
-        self.memory.adopt(request, sequence, hits)
+        self.memory.adopt(request, sequence, hit)
         sequence.computed = cached
         sequence.started = True
         self.memory.grow(sequence, upto)
@@ -750,11 +750,11 @@ class TwinScheduler:
         self._note_admitted(state, kind, known, cached if self.memory.caching else None, cached, want)
         return None
 
-    def _hit(self, state: TwinRequest) -> tuple[int, list[list[int]]]:
-        """Tokens of its first sequence that are cached, and their blocks."""
+    def _hit(self, state: TwinRequest) -> Hit:
+        """What is cached of its first sequence."""
         # Sequences that return share the first one's prompt blocks; a hit would not hold those that a window has left.
         if len(state.alive) > 1 and state.forked and self.memory.has_windows:
-            return 0, [[] for _ in self.memory.groups]
+            return Hit(0, [[] for _ in self.memory.groups])
         return self.memory.hit(state.request, state.alive[0].tokens)
 
     def _sibling_need(self, state: TwinRequest) -> Need:
@@ -789,14 +789,13 @@ class TwinScheduler:
         staying = [state for state in self.running if state not in leaving]
         if sum(state.num_seqs for state in staying) + head.num_seqs > self.config.max_num_seqs:
             return False
-        cached, hits = self._hit(head)
-        upto = cached + 1
-        need = self.memory.admission_need(head.request, upto, hits, capped=False)
+        hit = self._hit(head)
+        need = self.memory.admission_need(head.request, hit.num_tokens + 1, hit, capped=False)
         if self.config.admit_whole_prompt:
-            whole = self.memory.admission_need(head.request, len(head.alive[0].tokens), hits, capped=True)
+            whole = self.memory.admission_need(head.request, len(head.alive[0].tokens), hit, capped=True)
             need = list(map(max, need, total(whole, self._sibling_need(head))))
         held = {block for state in staying for one in state.alive for table in one.tables for block in table}
-        held |= {block for table in hits for block in table if not self.pool.is_free(block)}
+        held |= {block for table in hit.tables for block in table if not self.pool.is_free(block)}
         for number in held - {NULL}:
             need[self.pool.blocks[number].pool] += 1
         return not exceeds(total(need, self.watermark) if staying else need, list(self.pool.sizes))
@@ -899,7 +898,9 @@ class TwinScheduler:
         """Sequences that return after a recompute share the full prompt blocks of the first one, once it has them."""
         first = state.alive[0]
         known = min((len(sequence.tokens) for sequence in state.alive if not sequence.started), default=0)
-        shared = min(state.request.num_prompt_tokens, known - 1) // self.memory.largest * self.memory.largest
+        has_states = any(spec.kind is KVGroupKind.STATE for spec in self.memory.groups)
+        shared = min(state.request.num_prompt_tokens - has_states, known - 1)
+        shared = shared // self.memory.block_size * self.memory.block_size
         if not state.forked or not first.started or first.computed < shared:
             return
         for sequence in state.alive:

@@ -21,6 +21,7 @@ class TwinSequence:
     placeholders: int = 0  # asynchronous: sampled tokens planned, not back
     hashed: list[int] = field(default_factory=list)  # per group: leading blocks whose content is recorded
     drafts: list[int] = field(default_factory=list)
+    snapshots: set[int] = field(default_factory=set)  # blocks before which its state is kept because of its prompt
     on_host: list[list[int]] | None = None  # the tables, in host blocks, while the request is swapped out
     mid_prefill: bool = False  # its last chunk did not reach the end of what is known
     started: bool = False  # has blocks, and may be given tokens

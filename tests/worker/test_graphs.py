@@ -201,7 +201,7 @@ def test_steps_with_a_shared_prefix_have_graphs_of_their_own() -> None:
     for prefix in (None, (4, 2), None, (8, 2), (12, 1)):
         shared = () if prefix is None else (i32(*prefix),)
         size = PaddedSize(2, 2, 1, 64)
-        rows = BatchRows(np.arange(3, dtype=np.int32), ones, [ones[:, None]], 1, 1, shared, None, [BLOCK]).padded(size)
+        rows = BatchRows(np.arange(3, dtype=np.int32), ones, [ones[:, None]], 1, 1, shared, None, BLOCK).padded(size)
         parts = [[ones, ones - 1, np.arange(2)], [slots], rows.arrays]
         (token_ids, positions, index), of_groups, of_rows = parts_to_device(parts, CPU, memory)
         metadata = rows.metadata(of_groups, of_rows)

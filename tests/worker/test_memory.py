@@ -11,7 +11,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerLimits
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing, block_sizes
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing, blocks_per_snapshot
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -130,7 +130,7 @@ def test_blocks_of_states_are_counted_by_themselves() -> None:
     groups = (KVGroupSpec(layers=tuple(range(6)), shape=attention), states)
     assert bytes_of_blocks(groups, "bfloat16", 16) == (6 * 2 * 2 * 512 * 16, 10 * 2 * 4096)
     assert bytes_of_blocks((states,), "float32", 16) == (10 * 4 * 4096,)
-    assert block_sizes(groups, 16) == (16, 16)
+    assert blocks_per_snapshot(groups, 16) == 1
     assert kv_bytes_per_token(groups, "bfloat16") == 6 * 2 * 2 * 512
     assert state_bytes(groups, "bfloat16") == 10 * 2 * 4096
     assert state_bytes(groups[:1], "bfloat16") == 0
@@ -148,8 +148,8 @@ def granite_4_tiny() -> tuple[KVGroupSpec, ...]:
 def test_large_states_are_kept_every_512_tokens() -> None:
     groups = granite_4_tiny()
     assert state_bytes(groups, "bfloat16") == 36 * (2 * 3 * 3328 + 4 * 48 * 128 * 64)
-    assert block_sizes(groups, 16) == (16, 512)
-    assert block_sizes(groups[1:], 24) == (768,)  # a multiple of the block
+    assert blocks_per_snapshot(groups, 16) == 512 // 16
+    assert blocks_per_snapshot(groups[1:], 24) == 32  # 768 tokens
 
 
 def test_memory_is_divided_between_attention_and_states() -> None:
@@ -159,7 +159,7 @@ def test_memory_is_divided_between_attention_and_states() -> None:
     few = SchedulerOptions(max_num_batched_tokens=2048, max_num_seqs=4)
     of_block, of_state = bytes_of_blocks(groups, "bfloat16", 16)
     found = plan_capacity(groups, cache, "bfloat16", 8192, 0, few)
-    held = -(-2049 // 512) + 1
+    held = 2048 // 512 + 2 + 2 + 1
     affordable = found.num_blocks * of_block // of_state
     assert abs(found.num_states - affordable) <= 1 + affordable // 100
     assert 16 * GIB - 2 * (of_block + of_state) < found.device_bytes <= 16 * GIB
@@ -170,7 +170,7 @@ def test_memory_is_divided_between_attention_and_states() -> None:
         KVGroupSpec(layers=tuple(range(6)), shape=KVShape(8, 64, 64)),
         KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, tuple(range(6, 16)), KVShape(2, 2048, 0)),
     )
-    assert KVSizing.of(lfm2, 16, 8192, few).pool_sizes(1000) == (1000, 2 * 4 + 1000 + -(-2049 // 16) + 1)
+    assert KVSizing.of(lfm2, 16, 8192, few).pool_sizes(1000) == (1000, 2 * 4 + 1000 + 2064 // 16 + 1)
 
 
 def test_a_model_of_states_alone_has_as_long_requests_as_it_may() -> None:
@@ -178,7 +178,7 @@ def test_a_model_of_states_alone_has_as_long_requests_as_it_may() -> None:
     (of_state,) = bytes_of_blocks(groups, "bfloat16", 16)
     few = SchedulerOptions(max_num_batched_tokens=512, max_num_seqs=4)
     found = plan_capacity(groups, CacheConfig(kv_cache_memory=12 * of_state), "bfloat16", 1 << 17, 0, few)
-    assert (found.num_blocks, found.block_size, found.num_states, found.max_tokens) == (11, 512, 0, 1 << 17)
+    assert (found.num_blocks, found.block_size, found.num_states, found.max_tokens) == (11, 16, 0, 1 << 17)
     with pytest.raises(CapacityError, match="kv_cache_memory"):
         plan_capacity(groups, CacheConfig(kv_cache_memory=3 * of_state), "bfloat16", 1 << 17, 0, few)
 

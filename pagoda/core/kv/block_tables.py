@@ -20,7 +20,7 @@ class BlockTables:
 
     pools: the blocks of attention, and those of states; see KVGroupSpec.
     entries: per KV group, int32 [rows, max blocks]; 0 is the null block. The list is the prefix cache's, too.
-    num_blocks: per pool, int32 [rows], entries used in the tables of its groups that grow (they grow together).
+    num_blocks: int32 [rows], entries used in the tables of groups that grow (they grow together).
     num_cross_blocks: int32 [rows], entries used in those that do not.
     num_released: per KV group, int32 [rows], leading blocks freed because the window has left them.
     reserved_until: int32 [rows], read-only: while a step ends at or below this position, the row needs nothing here: no
@@ -37,7 +37,7 @@ class BlockTables:
         sizing: KVSizing,
     ) -> None:
         self.entries = entries
-        self.num_blocks = tuple(np.zeros(table.max_rows, np.int32) for _ in pools.num_blocks)
+        self.num_blocks = np.zeros(table.max_rows, np.int32)
         self.num_cross_blocks = np.zeros(table.max_rows, np.int32)
         self.num_released = [np.zeros(table.max_rows, np.int32) for _ in sizing.groups]
         self._reserved_until = np.zeros(table.max_rows, np.int32)
@@ -49,7 +49,7 @@ class BlockTables:
         self._growing_in = [
             tuple(group for group in self.growing if group.pool == pool) for pool in range(len(pools.num_blocks))
         ]
-        self._later_pools = range(1, len(pools.num_blocks))
+        self._snapshots = np.zeros((table.max_rows, 2), np.int32)  # see KVSizing.snapshots_of
         self.windows = tuple(group for group in sizing.groups if group.is_window)
         self._cross = tuple(group for group in sizing.groups if not group.grows)
         self._table = table
@@ -62,11 +62,11 @@ class BlockTables:
 
     def used(self, group: KVGroup) -> np.ndarray:
         """Return the entries in use in the tables of `group`, int32 [rows]."""
-        return self.num_blocks[group.pool] if group.grows else self.num_cross_blocks
+        return self.num_blocks if group.grows else self.num_cross_blocks
 
     def num_held(self, row: int) -> int:
-        """Return the row's entries that name a block, those that a window has left aside."""
-        return sum([int(self.used(group)[row] - self.num_released[group.index][row]) for group in self.groups])
+        """Return the row's entries that name a block."""
+        return sum([int(np.count_nonzero(entries)) for entries in self.of(row)])
 
     def of(self, row: int) -> tuple[np.ndarray, ...]:
         """Return a copy of the row's table per group, used entries only."""
@@ -81,19 +81,35 @@ class BlockTables:
         if len(tables) == 1:
             blocks = tables[0]
         else:
-            sizes = [group.block_size for group in self.groups]
-            ends = [np.arange(1, len(blocks) + 1) * size for blocks, size in zip(tables, sizes, strict=True)]
-            order = np.argsort(np.concatenate(ends or [NO_BLOCKS]), kind="stable")
+            places = [np.arange(len(blocks)) for blocks in tables]
+            order = np.argsort(np.concatenate(places or [NO_BLOCKS]), kind="stable")
             blocks = np.concatenate(tables or (NO_BLOCKS,))[order]
         return blocks[blocks != 0]
 
-    def _missing(self, pool: int, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return how many blocks each row lacks per growing group of the pool; int32 [num_rows]."""
-        return np.maximum(-(-ends // self._sizing.block_sizes[pool]) - self.num_blocks[pool][rows], 0)
+    def _missing(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return how many entries the tables of each row lack; int32 [num_rows]."""
+        return np.maximum(-(-ends // self._sizing.block_size) - self.num_blocks[rows], 0)
+
+    def _lacking(self, rows: np.ndarray, missing: np.ndarray) -> list[np.ndarray]:
+        """Return how many blocks each row lacks in each growing group, by pool; int [num_rows]. See `_missing`."""
+        lacking = [missing] * len(self._growing_in)
+        for pool, groups in enumerate(self._growing_in):
+            if groups and groups[0].stride > 1:
+                at, index = _spread(self.num_blocks[rows], missing)
+                held = self._holds(groups[0], rows[at], index, (self.num_blocks[rows] + missing)[at])
+                lacking[pool] = np.bincount(at[held], minlength=len(rows))
+        return lacking
+
+    def _holds(self, group: KVGroup, rows: np.ndarray, index: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return which new entries at `index` get a block, bool [n]: of states, what is kept, and where a row goes on.
+
+        ends: entries that the row has then.
+        """
+        return group.keeps(index, self._snapshots[rows]) | (index + 1 == ends)
 
     def num_missing(self, rows: np.ndarray, ends: np.ndarray) -> BlockCounts:
         """Return how many blocks `rows` lack to compute up to `ends`, without copies."""
-        counts = [int(self._missing(pool, rows, ends).sum()) for pool in range(len(self.num_blocks))]
+        counts = [int(lacking.sum()) for lacking in self._lacking(rows, self._missing(rows, ends))]
         return self._sizing.total((group, counts[group.pool]) for group in self.growing)
 
     def _num_fitting(self, rows: np.ndarray, missing: list[np.ndarray]) -> int:
@@ -125,8 +141,8 @@ class BlockTables:
             self.entries[group.index][row, : len(blocks)] = blocks
             self.num_released[group.index][row] = passed
             self.pools.touch(blocks[blocks != 0])
-        for used, block_size in zip(self.num_blocks, self._sizing.block_sizes, strict=True):
-            used[row] = prefix.num_tokens // block_size
+        self.num_blocks[row] = prefix.num_tokens // self._sizing.block_size
+        self._snapshots[row] = self._sizing.snapshots_of(int(self._table.num_prompt_tokens[row]), prefix.parts_at)
         self.num_cross_blocks[row] = 0
         for group in self._cross:
             self.num_cross_blocks[row] = count = blocks_for(encoder_len, group.block_size)
@@ -149,8 +165,8 @@ class BlockTables:
         Out-of-window blocks of that one are freed all the same. More may fit than were served: whether one does is only
         certain for the first.
         """
-        missing = [self._missing(pool, rows, ends) for pool in range(len(self.num_blocks))]
-        count = self._num_fitting(rows, missing)
+        missing = self._missing(rows, ends)
+        count = self._num_fitting(rows, self._lacking(rows, missing))
         # What the window of a later row leaves is not free yet.
         if count > 1 and self.windows and self.pools.has_pins:
             for at in range(count):
@@ -163,31 +179,35 @@ class BlockTables:
         if self._shared_tails:
             for row in rows.tolist():  # in running order: the last one of a block writes in place
                 self._unshare_tail(row)
-        for pool, lacking in enumerate(missing):
-            if total := int(lacking[:count].sum()):
-                self._grow(pool, rows, lacking[:count], total)
-        self._reserve(rows)
+        self._changed += self._grow(rows, missing[:count])
         return count
 
-    def _grow(self, pool: int, rows: np.ndarray, missing: np.ndarray, total: int) -> None:
-        """Allocate `missing` new blocks at the end of the tables of `rows`, in each growing group of the pool.
-
-        total: of `missing`, one at least.
-        """
-        have, groups = self.num_blocks[pool][rows], self._growing_in[pool]
-        if total == len(rows) and missing.max() == 1:
-            where, index = rows, have
-        else:
-            where = np.repeat(rows, missing)
-            first = np.cumsum(missing) - missing
-            index = np.repeat(have - first, missing) + np.arange(total)
-        allocated = self.allocate(pool, total * len(groups))
-        where, index = where.astype(np.int32), index.astype(np.int32)
-        for nth, group in enumerate(groups):
-            block_ids = allocated[nth * total : (nth + 1) * total]
-            self.entries[group.index][where, index] = block_ids
-            self._changed.append((where, group.index, index, block_ids))
-        self.num_blocks[pool][rows] = have + missing
+    def _grow(self, rows: np.ndarray, missing: np.ndarray) -> list[_TableChange]:
+        """Allocate blocks for `missing` new entries at the end of the tables of `rows`. Return what has changed."""
+        have, total, changed = self.num_blocks[rows], int(missing.sum()), list[_TableChange]()
+        if total:
+            if total == len(rows) and missing.max() == 1:
+                at, index = slice(None), have
+            else:
+                at, index = _spread(have, missing)
+            where, index = rows[at].astype(np.int32), index.astype(np.int32)
+            ends = have + missing
+            for pool, groups in enumerate(self._growing_in):
+                held, count = None, total
+                if groups and groups[0].stride > 1:
+                    held = self._holds(groups[0], where, index, ends[at])
+                    count = int(np.count_nonzero(held))
+                allocated = self.allocate(pool, count * len(groups))
+                for nth, group in enumerate(groups):
+                    block_ids = allocated[nth * count : (nth + 1) * count]
+                    if held is not None:
+                        block_ids, held_ids = np.zeros(total, np.int32), block_ids
+                        block_ids[held] = held_ids
+                    self.entries[group.index][where, index] = block_ids
+                    changed.append((where, group.index, index, block_ids))
+            self.num_blocks[rows] = ends
+        self._reserve(rows)
+        return changed
 
     def allocate_slots_swapped_in(self, row: int, end: int) -> None:
         """Make room for a row that comes back in this step."""
@@ -196,13 +216,8 @@ class BlockTables:
 
     def _append(self, row: int, end: int) -> None:
         """Allocate new blocks at the end of the tables of one row, which workers get whole."""
-        for pool, block_size in enumerate(self._sizing.block_sizes):
-            have, want = int(self.num_blocks[pool][row]), blocks_for(end, block_size)
-            if want > have:
-                for group in self._growing_in[pool]:
-                    self.entries[group.index][row, have:want] = self.allocate(pool, want - have)
-                self.num_blocks[pool][row] = want
-        self._reserve(np.array([row]))
+        one = np.array([row])
+        self._grow(one, self._missing(one, np.array([end])))
 
     def allocate(self, pool: int, count: int) -> np.ndarray:
         """Allocate `count` blocks, int32; what they held is removed from the prefix cache."""
@@ -213,9 +228,7 @@ class BlockTables:
 
     def _reserve(self, rows: np.ndarray) -> None:
         """Note up to where `rows` can continue without the KV manager."""
-        until = self.num_blocks[0][rows] * self._sizing.block_sizes[0]
-        for pool in self._later_pools:
-            until = np.minimum(until, self.num_blocks[pool][rows] * self._sizing.block_sizes[pool])
+        until = self.num_blocks[rows] * self._sizing.block_size
         for group in self.windows:
             until = np.minimum(until, group.next_passed_at(self.num_released[group.index][rows]))
         self._reserved_until[rows] = until
@@ -229,6 +242,9 @@ class BlockTables:
             if last > first:
                 self._prefix_cache.cache_blocks(row, done)  # while the entries still name the blocks
                 entries = self.entries[group.index][row, first:last]
+                if group.stride > 1:
+                    kept = group.keeps(np.arange(first, last), self._snapshots[row])
+                    self._prefix_cache.uncache_blocks(entries[~kept])
                 self.pools.free(entries[entries != 0][::-1])
                 entries[:] = 0
                 released[row] = last
@@ -237,9 +253,8 @@ class BlockTables:
 
     def fork(self, source: int, row: int, num_tokens: int) -> None:
         """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
-        for used, block_size in zip(self.num_blocks, self._sizing.block_sizes, strict=True):
-            used[row] = blocks_for(num_tokens, block_size)
-        self.num_cross_blocks[row] = self.num_cross_blocks[source]
+        self.num_blocks[row] = blocks_for(num_tokens, self._sizing.block_size)
+        self._snapshots[row], self.num_cross_blocks[row] = self._snapshots[source], self.num_cross_blocks[source]
         for group, entries, released in zip(self.groups, self.entries, self.num_released, strict=True):
             count = int(self.used(group)[row])
             held = entries[source, :count]
@@ -247,7 +262,7 @@ class BlockTables:
             self.pools.touch(held[held != 0])
             released[row] = min(int(released[source]), count)
         self._reserve(np.array([row]))
-        if num_tokens % self._sizing.shared_size:
+        if num_tokens % self._sizing.block_size:
             self._mark_shared_tail(source)
             self._mark_shared_tail(row)
         self._prefix_cache.share(source, row, num_tokens)
@@ -257,20 +272,16 @@ class BlockTables:
 
         has_tail: the last one of a pool is partly filled; a sibling may have it, too.
         """
-        for used in (*self.num_blocks, self.num_cross_blocks):
-            used[row] = 0
+        self.num_blocks[row] = self.num_cross_blocks[row] = 0
+        self._snapshots[row] = self._sizing.snapshots_of(int(self._table.num_prompt_tokens[row]))
         for group, entries, released, (index, blocks) in zip(
             self.groups, self.entries, self.num_released, parts, strict=True
         ):
-            first = int(index[0]) if len(index) and group.grows else 0
-            entries[row, :first] = 0
+            used, end = self.used(group), int(index[-1]) + 1 if len(index) else 0
+            entries[row, :end] = 0
             entries[row, index] = blocks
-            released[row] = first
-            if not group.grows:
-                self.num_cross_blocks[row] = len(index)
-            elif len(index):
-                used = self.num_blocks[group.pool]
-                used[row] = max(int(used[row]), int(index[-1]) + 1)
+            released[row] = int(index[0]) if len(index) and group.grows else 0
+            used[row] = max(int(used[row]), end)
         self._reserve(np.array([row]))
         if has_tail:
             self._mark_shared_tail(row)
@@ -311,8 +322,7 @@ class BlockTables:
     def free_row(self, row: int) -> None:
         """Free every block of the row, tail first."""
         self.pools.free(self.in_order(row)[::-1])
-        for used in (*self.num_blocks, self.num_cross_blocks):
-            used[row] = 0
+        self.num_blocks[row] = self.num_cross_blocks[row] = 0
         self._shared_tails.discard(row)
 
     # The step being planned
@@ -343,6 +353,7 @@ class BlockTables:
             for block in self.entries[group.index][
                 row, start // group.block_size : blocks_for(end, group.block_size)
             ].tolist()
+            if block
         }
 
     # Invariants
@@ -378,6 +389,15 @@ class BlockTables:
             shared = self.pools.ref_count[self.entries[group.index][writers, tail]] > 1
             if (self._reserved_until[writers[shared]] >= num_computed[shared]).any():
                 raise InvariantBroken("a row would write to a block that another row references")
+
+
+def _spread(have: np.ndarray, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the new entries of tables, int [n]: whose each is, as an index of `have`, and its place in the table.
+
+    have: entries of each table.   missing: how many follow.
+    """
+    at = np.repeat(np.arange(len(have)), missing)
+    return at, (have - (np.cumsum(missing) - missing))[at] + np.arange(len(at))
 
 
 def _merge(entries: list[_TableChange]) -> BlockDelta:

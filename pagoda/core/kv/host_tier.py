@@ -62,12 +62,12 @@ class HostTier:
         """Free device blocks needed to bring `sequences` back, with their tokens up to `ends`."""
         need, tails = list(self.pools.count(np.unique(self.blocks_of(sequences)))), list[int]()
         for sequence, end in zip(sequences, ends, strict=True):
+            snapshots = self._sizing.snapshots_of(sequence.request.spec.num_prompt_tokens)
             for group in self._tables.growing:
                 index, blocks = self._swapped[sequence][group.index]
                 # It may have a block after its last token: what was in flight is not kept.
-                need[group.pool] += max(
-                    blocks_for(end, group.block_size) - (int(index[-1]) + 1 if len(index) else 0), 0
-                )
+                have = int(index[-1]) + 1 if len(index) else 0
+                need[group.pool] += group.num_new_blocks(have, end, snapshots)
                 if sequence.num_computed % group.block_size:
                     tails.append(int(blocks[-1]))
         # Of the sequences that share a tail, the last one with a reference writes to the block itself.
@@ -90,7 +90,7 @@ class HostTier:
         replaced, moves = _replace(swapped, self.pools, self._tables.pools, self._tables.allocate)
         self._moves_in = np.concatenate((self._moves_in, moves))
         for sequence, parts in zip(sequences, replaced, strict=True):
-            has_tail = sequence.num_computed % self._sizing.shared_size != 0
+            has_tail = sequence.num_computed % self._sizing.block_size != 0
             self._tables.restore(sequence.row, parts, has_tail=has_tail)
             self.drop(sequence)
         return len(moves)

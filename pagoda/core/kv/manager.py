@@ -129,11 +129,9 @@ class KVCacheManager:
         With `admit_whole_prompt`, blocks for all its known tokens must be free (a check, not a reservation).
         num_freed: blocks that would be free, too.
         """
-        encoder_len = request.spec.encoder_len
-        need = self._blocks_to_admit(prefix.num_tokens + num_new, prefix, encoder_len)
+        need = self._blocks_to_admit(request, prefix.num_tokens + num_new, prefix)
         if self._admit_whole_prompt:
-            num_known = len(request.unfinished[0].token_ids)
-            whole = self._blocks_to_admit(num_known, prefix, encoder_len, capped=True)
+            whole = self._blocks_to_admit(request, len(request.unfinished[0].token_ids), prefix, capped=True)
             need = tuple(map(max, need, self._with_siblings(whole, request)))
         return self._why_short(need, num_freed, others_run=others_run)
 
@@ -182,23 +180,24 @@ class KVCacheManager:
         return _sum(of_first, self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens))
 
     def _blocks_to_admit(
-        self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False
+        self, request: RequestState, num_tokens: int, prefix: CachedPrefix, *, capped: bool = False
     ) -> BlockCounts:
         """Free blocks needed to hold `num_tokens` tokens after `prefix`; its blocks that are free count too.
 
         capped: count at most what a window group holds at once.
         """
-        need = [0] * len(self.num_blocks)
+        need, spec = [0] * len(self.num_blocks), request.spec
+        snapshots = self.sizing.snapshots_of(spec.num_prompt_tokens, prefix.parts_at)
         for group in self.sizing.groups:
             if not group.grows:
-                need[group.pool] += blocks_for(encoder_len, group.block_size)
+                need[group.pool] += blocks_for(spec.encoder_len, group.block_size)
                 continue
             blocks = prefix.blocks[group.index]
             passed = group.num_passed_blocks(prefix.num_tokens)
-            own = max(blocks_for(num_tokens, group.block_size) - len(blocks), 0)
+            own = group.num_new_blocks(len(blocks), num_tokens, snapshots)
             if len(cached := blocks[passed:]):
                 own += int(np.count_nonzero((self.pools.ref_count[cached] == 0) & (cached != 0)))
-            need[group.pool] += min(own, group.max_held) if capped and group.max_held else own
+            need[group.pool] += min(own, group.most_held(num_tokens)) if capped else own
         return tuple(need)
 
     def _why_short(self, needed: BlockCounts, num_freed: BlockCounts | None, *, others_run: bool) -> Reason | None:

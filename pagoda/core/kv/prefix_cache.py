@@ -106,10 +106,14 @@ class HashChain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """Tokens of a sequence that the prefix cache has.   blocks: theirs, int32 per KV group; 0: out of the window."""
+    """Tokens of a sequence that the prefix cache has.   blocks: theirs, int32 per KV group; 0: out of the window.
+
+    parts_at: tokens that groups without windows have, if that is more: where a state would have been of use; else 0.
+    """
 
     num_tokens: int
     blocks: tuple[np.ndarray, ...]
+    parts_at: int = 0
 
 
 def hashes_of_prompt(request: Request, seed: int, block_size: int) -> Iterator[bytes]:
@@ -133,9 +137,6 @@ class PrefixCache:
 
     Equal blocks may exist several times; the one inserted first is found, and when it is removed, the next.
     Hashing is lazy: tokens of a row are hashed at the next lookup, or when a block is freed.
-
-    Tokens are hashed in blocks of `KVSizing.block_size`. A larger block, of a state, has the hash of the last of its
-    smaller ones (`_per_block`).
 
     entries: the block tables' entries per KV group, read only here.
     num_cached: int32 [rows], leading hashed blocks of each row that were inserted into the cache.
@@ -168,7 +169,6 @@ class PrefixCache:
         self._events = events
         self._groups = tuple(group for group in sizing.groups if group.grows)
         self._windows = tuple(group for group in self._groups if group.is_window)
-        self._per_block = [group.block_size // sizing.block_size for group in sizing.groups]  # hashes
         self._blocks: list[dict[bytes, int]] = [{} for _ in sizing.groups]
         self._twins: list[dict[bytes, list[int]]] = [{} for _ in sizing.groups]
         self._hash_of: dict[int, KnownBlock] = {}
@@ -324,17 +324,14 @@ class PrefixCache:
             if not group.is_window:
                 found[group.index] = self.longest_cached_prefix(group.index, hashes)
                 hashes = hashes[: len(found[group.index])]
-        before = -1
+        num_matched, before = len(hashes), -1
         while self._windows and before != len(hashes):  # a window may shorten what another one agreed to
             before = len(hashes)
             for group in self._windows:
-                per_block = self._per_block[group.index]
-                ends = hashes[per_block - 1 :: per_block]
-                found[group.index] = self.last_cached_run(group.index, ends, group.num_hit_blocks)
-                hashes = hashes[: len(found[group.index]) * per_block]
-        counts = [len(hashes) // per_block for per_block in self._per_block]
-        blocks = tuple(np.array(blocks[:count], np.int32) for blocks, count in zip(found, counts, strict=True))
-        return CachedPrefix(len(hashes) * self._sizing.block_size, blocks)
+                found[group.index] = self.last_cached_run(group.index, hashes, group.num_hit_blocks)
+                hashes = hashes[: len(found[group.index])]
+        size, blocks = self._sizing.block_size, tuple(np.array(blocks[: len(hashes)], np.int32) for blocks in found)
+        return CachedPrefix(len(hashes) * size, blocks, num_matched * size if num_matched > len(hashes) else 0)
 
     def cache_blocks(self, row: int, num_computed: int) -> None:
         """Insert the row's blocks that are full of known tokens once `num_computed` are computed."""
@@ -349,13 +346,10 @@ class PrefixCache:
             return
         chain.extend(table.token_ids[row], filled)
         for group in self._groups:
-            per_block = self._per_block[group.index]
-            begin, end = first // per_block, last // per_block
-            blocks = self._entries[group.index][row, begin:end].tolist()
-            hashes = chain.hashes[(begin + 1) * per_block - 1 : last : per_block]
+            blocks, hashes = self._entries[group.index][row, first:last].tolist(), chain.hashes[first:last]
             if self._events.cache_folds:
-                parent = chain.hashes[begin * per_block - 1] if begin else None
-                self._write_stored(sequence.request.spec, table.token_ids[row], group, begin, hashes, blocks, parent)
+                parent = chain.hashes[first - 1] if first else None
+                self._write_stored(sequence.request.spec, table.token_ids[row], group, first, hashes, blocks, parent)
             inserted = self.insert(group.index, hashes, blocks)
             if self.note_filled is not None:
                 for block in inserted:
@@ -375,8 +369,7 @@ class PrefixCache:
         first = int(self._table.num_computed[row]) // self._sizing.block_size
         last = int(self.num_cached[row])
         for group in self._groups:
-            per_block = self._per_block[group.index]
-            self.uncache_blocks(self._entries[group.index][row, first // per_block : last // per_block])
+            self.uncache_blocks(self._entries[group.index][row, first:last])
         self.num_cached[row] = min(first, last)
 
     def uncache(self, sequence: Sequence, tables: tuple[np.ndarray, ...] = (), *, after: int = 0) -> None:

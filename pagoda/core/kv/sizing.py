@@ -25,7 +25,7 @@ STATE_WINDOW = 2
 
 
 _TOKENS_PER_SNAPSHOT = 512
-"""Most tokens between two snapshots of a state: so many are computed again at a hit, at most."""
+"""Most tokens between two snapshots of a state that every text leaves."""
 
 _ELEMENTS_PER_TOKEN = 256
 """A smaller state is kept more often: as long as that takes no more than so many elements per token and layer."""
@@ -62,9 +62,9 @@ class KVGroupSpec:
     layers as the largest has (`layers_per_block`), so blocks are interchangeable: the i-th layer of each group lives in
     the i-th KV tensor, at the block ids of its own group's table. A tensor has room for the largest shape.
 
-    Groups of kind STATE have a pool of their own, with blocks of their own (`block_sizes`). Such a block holds the
-    state after the last computed token among its own. The row overwrites it until the block is full; then the row goes
-    on in the next block, and frees this one as a window of two tokens would.
+    Groups of kind STATE have a pool of their own. Such a block holds the state after the last computed token among its
+    own. The row overwrites it until the block is full; then the row goes on in the next block, and frees this one when
+    that is full, too. Few of them stay findable (`KVGroup.keeps`), and of a chunk only those and the last one exist.
 
     kind: what the layers attend to.   window: tokens, for WINDOW and STATE (STATE_WINDOW); 0 otherwise.
     layers: indices of the layers that keep KV, ascending; a model's layer may have several attentions.
@@ -92,17 +92,13 @@ def by_pool(groups: tuple[KVGroupSpec, ...]) -> tuple[tuple[KVGroupSpec, ...], .
     return tuple(pool for pool in pools if pool) or ((),)
 
 
-def block_sizes(groups: tuple[KVGroupSpec, ...], block_size: int) -> BlockCounts:
-    """Return the tokens of a block of each group: `block_size`, and those between two snapshots of a state.
-
-    That is a multiple of `block_size`, equal for all states: the larger they are, the fewer are kept.
-    """
+def blocks_per_snapshot(groups: tuple[KVGroupSpec, ...], block_size: int) -> int:
+    """Return how many blocks of every text leave one snapshot of its state: the larger states are, the more."""
     elements = max((group.shape.num_elements for group in groups if group.has_states), default=1)
-    least = min(elements // _ELEMENTS_PER_TOKEN, _TOKENS_PER_SNAPSHOT)
-    of_states = block_size
-    while of_states < least:
-        of_states *= 2
-    return tuple(of_states if group.has_states else block_size for group in groups)
+    least, count = min(elements // _ELEMENTS_PER_TOKEN, _TOKENS_PER_SNAPSHOT), 1
+    while count * block_size < least:
+        count *= 2
+    return count
 
 
 def prefix_group(groups: tuple[KVGroupSpec, ...]) -> int:
@@ -124,7 +120,9 @@ class KVGroup:
     """One KV group, with what follows from the settings.
 
     pool: index of the pool of its blocks.   block_size: tokens of a block.
-    max_held: the most blocks that a row holds in this group (those before a sliding window are freed); 0: no limit.
+    num_in_flight: the most tokens that are planned and not complete, of as many as `num_chunks` steps.
+    stride: of states, blocks of every text that leave one snapshot; 1: every block is kept, as in attention.
+    window: tokens; 0: none. A state's block is freed when the next one is full, so that a sequence leaves the last.
     grows: whether its table grows with the sequence (all groups except cross attention).
     is_window: whether it frees blocks that no later token reads (sliding windows and states).
     """
@@ -133,88 +131,118 @@ class KVGroup:
     spec: KVGroupSpec
     pool: int
     block_size: int
-    max_held: int = 0
+    num_in_flight: int = 0
+    num_chunks: int = 1
+    stride: int = 1
+    window: int = field(init=False)
     grows: bool = field(init=False)
     is_window: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        window = self.block_size + 1 if self.spec.has_states else self.spec.window
+        object.__setattr__(self, "window", window)
         object.__setattr__(self, "grows", self.spec.kind is not KVGroupKind.CROSS)
-        object.__setattr__(self, "is_window", self.spec.window > 0)
+        object.__setattr__(self, "is_window", window > 0)
 
     @property
     def num_hit_blocks(self) -> int:
         """Window: how many consecutive cached blocks a prefix hit needs before its end."""
-        return blocks_for(self.spec.window - 1, self.block_size)
+        return blocks_for(self.window - 1, self.block_size)
 
     def num_passed_blocks(self, num_computed: int) -> int:
         """Leading blocks that no later token attends to, once `num_computed` tokens are computed."""
         if not self.is_window:
             return 0
-        return max(0, num_computed - self.spec.window + 1) // self.block_size
+        return max(0, num_computed - self.window + 1) // self.block_size
 
     def most_held(self, num_tokens: int) -> int:
         """Return the most blocks that a row holds at once while it grows to `num_tokens` tokens."""
         required = blocks_for(num_tokens, self.block_size)
-        return min(required, self.max_held) if self.max_held else required
+        if not self.is_window:
+            return required
+        # One more, since the window need not start at a block's first slot.
+        required = min(required, blocks_for(self.window - 1 + self.num_in_flight, self.block_size) + 1)
+        if self.stride == 1:
+            return required
+        # Snapshots of a text, two of its prompt, the last two blocks, and the last one of each chunk in flight.
+        num_new = min(num_tokens, self.num_in_flight)
+        return min(required, blocks_for(num_new, self.stride * self.block_size) + 4 + self.num_chunks)
+
+    def keeps(self, index: np.ndarray, snapshots: np.ndarray) -> np.ndarray:
+        """Return which blocks stay findable when the row goes on, bool [n].
+
+        index: int [n], in the tables.   snapshots: int [2] or [n, 2], see `snapshots_of`.
+        """
+        return ((index + 1) % self.stride == 0) | (snapshots == index[:, None] + 1).any(axis=1)
+
+    def num_new_blocks(self, have: int, end: int, snapshots: np.ndarray) -> int:
+        """Return how many blocks hold the tokens up to `end` after the first `have` blocks."""
+        want = blocks_for(end, self.block_size)
+        if self.stride == 1:
+            return max(want - have, 0)
+        index = np.arange(have, want)
+        return int(np.count_nonzero(self.keeps(index, snapshots) | (index == want - 1)))
 
     def next_passed_at(self, num_released: np.ndarray) -> np.ndarray:
         """Computed tokens at which the block after the first `num_released` leaves the window."""
-        return (num_released + 1) * self.block_size + self.spec.window - 1
+        return (num_released + 1) * self.block_size + self.window - 1
 
 
 @dataclass(frozen=True, slots=True)
 class KVSizing:
     """What the settings imply for the number of blocks that requests need.
 
-    block_size: tokens of the smallest blocks, which are hashed; those of other pools are a multiple of it.
-    block_sizes: of each pool.   shared_size: tokens after which blocks of all pools end.
+    block_size: tokens of a block.   num_pools: of blocks: of attention, of states, or one of each.
     """
 
     groups: tuple[KVGroup, ...]
-    block_sizes: BlockCounts
+    block_size: int
+    num_pools: int
     max_model_len: int
     max_rows: int
-    block_size: int = field(init=False)
-    shared_size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block_size", min(self.block_sizes))
-        object.__setattr__(self, "shared_size", max(self.block_sizes))
 
     @classmethod
     def of(
         cls, specs: tuple[KVGroupSpec, ...], block_size: int, max_model_len: int, scheduler: SchedulerOptions
     ) -> "KVSizing":
         # Slots that can be planned before an earlier step is complete: a window row holds their blocks as well.
-        in_flight = scheduler.max_num_batched_tokens * max(scheduler.pipeline_depth, 1)
-        pools = by_pool(specs)
+        num_chunks = max(scheduler.pipeline_depth, 1)
+        in_flight = scheduler.max_num_batched_tokens * num_chunks
+        pools, of_states = by_pool(specs), blocks_per_snapshot(specs, block_size)
         groups: list[KVGroup] = []
-        for index, (spec, tokens) in enumerate(zip(specs, block_sizes(specs, block_size), strict=True)):
-            max_held = 0
-            if spec.window:
-                # One more, since the window need not start at a block's first slot.
-                max_held = blocks_for(min(spec.window - 1 + in_flight, max_model_len), tokens) + 1
+        for index, spec in enumerate(specs):
             pool = next(number for number, of_pool in enumerate(pools) if spec in of_pool)
-            groups.append(KVGroup(index, spec, pool, tokens, max_held))
-        sizes = {group.pool: group.block_size for group in groups} or {0: block_size}
-        of_pools = tuple(sizes[pool] for pool in sorted(sizes))
-        return cls(tuple(groups), of_pools, max_model_len, scheduler.max_rows)
+            stride = of_states if spec.has_states else 1
+            groups.append(KVGroup(index, spec, pool, block_size, in_flight, num_chunks, stride))
+        return cls(tuple(groups), block_size, len(pools), max_model_len, scheduler.max_rows)
 
     @property
     def has_states(self) -> bool:
         return any(group.spec.has_states for group in self.groups)
 
+    @property
+    def snapshot_tokens(self) -> int:
+        """Tokens of every text that leave one snapshot of its state; 0 without states."""
+        return max((group.stride * self.block_size for group in self.groups if group.spec.has_states), default=0)
+
+    def snapshots_of(self, num_prompt_tokens: int, parts_at: int = 0) -> np.ndarray:
+        """Return after how many blocks a row leaves snapshots because of its prompt, int32 [2]; 0: nowhere.
+
+        That is before its last token, where the same or a longer prompt goes on, and where it parts from others.
+        """
+        return np.array([num_prompt_tokens - 1, parts_at], np.int32) // self.block_size
+
     def pool_sizes(self, num_blocks: int) -> BlockCounts:
         """Return the blocks of each pool, if the first has `num_blocks`.
 
-        Of states, all rows find two at least, and the attention's blocks find a snapshot for every end of a block of
-        states; but they take no more memory than those blocks, unless a single sequence needs it.
+        Of states, all rows find two at least, and the attention's blocks find a snapshot for every `snapshot_tokens`;
+        but they take no more memory than those blocks, unless a single sequence needs it.
         """
-        if len(self.block_sizes) == 1 or not num_blocks:
-            return (num_blocks,) * len(self.block_sizes)
+        if self.num_pools == 1 or not num_blocks:
+            return (num_blocks,) * self.num_pools
         states = [group for group in self.groups if group.pool == 1]
         held = sum(group.most_held(self.max_model_len) for group in states)
-        num_snapshots = num_blocks * self.block_size // self.shared_size
+        num_snapshots = num_blocks // states[0].stride
         wanted = (2 * self.max_rows + num_snapshots) * len(states) + held
         affordable = num_blocks * self._elements(0) // self._elements(1)
         return num_blocks, min(wanted, max(affordable, held))
@@ -224,11 +252,11 @@ class KVSizing:
         groups = [group for group in self.groups if group.pool == pool]
         num_layers = layers_per_block(group.spec for group in groups)
         per_token = max(group.spec.shape.num_elements for group in groups) * num_layers
-        return per_token * (1 if groups[0].spec.has_states else self.block_sizes[pool])
+        return per_token * (1 if groups[0].spec.has_states else self.block_size)
 
     def total(self, needed: Iterable[tuple[KVGroup, int]]) -> BlockCounts:
         """Return how many blocks of each pool these are, given for groups."""
-        counts = [0] * len(self.block_sizes)
+        counts = [0] * self.num_pools
         for group, count in needed:
             counts[group.pool] += count
         return tuple(counts)
@@ -245,7 +273,7 @@ class KVSizing:
 
     def blocks_for_siblings(self, lengths: list[int], num_prompt_tokens: int) -> BlockCounts:
         """Most blocks of their own that sequences of `lengths` tokens hold, which share full prompt blocks."""
-        shared = num_prompt_tokens // self.shared_size * self.shared_size
+        shared = num_prompt_tokens // self.block_size * self.block_size
         growing = [group for group in self.groups if group.grows]
         return self.total((group, group.most_held(length - shared)) for group in growing for length in lengths)
 

@@ -52,7 +52,7 @@ class Replicas(ClientOutputs):
             seed = secrets.randbits(64)
             config = replace(config, debug=replace(config.debug, prefix_hash_seed=seed))
         self._hash_seed = seed
-        self._block_size = self._hit_size = config.cache.block_size  # of hashed blocks; tokens after which hits end
+        self._block_size = config.cache.block_size
         self._prefixes = PrefixIndex()
         scheduler = config.scheduler
         self._router = Router(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
@@ -79,7 +79,7 @@ class Replicas(ClientOutputs):
         """
         sizes = await asyncio.gather(*(one.start() for one in self.each))
         first = sizes[0]
-        self._block_size, self._hit_size = first.block_size, first.largest_block or first.block_size
+        self._block_size = first.block_size
         self._router.max_num_seqs = first.max_num_seqs or self._router.max_num_seqs
         self._router.max_num_batched_tokens = first.max_num_batched_tokens or self._router.max_num_batched_tokens
         return msgspec.structs.replace(
@@ -242,9 +242,7 @@ class Replicas(ClientOutputs):
         among = [one for one in among if not one.is_stuck] or among  # one that hangs is not yet known to be dead
         numbers = [one.number for one in among]
         hashes = hashes_of_prompt(request, self._hash_seed, self._block_size) if request.reads_prefix_cache else ()
-        size = self._hit_size
-        leading = self._prefixes.num_leading(hashes, numbers)
-        num_cached = [count * self._block_size // size * size for count in leading]
+        num_cached = [count * self._block_size for count in self._prefixes.num_leading(hashes, numbers)]
         loads = [one.load for one in among]
         index, because = self._router.choose(entry.num_tokens, len(entry.live), loads, num_cached)
         entry.num_cached = num_cached[index]

@@ -20,7 +20,7 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import Removed, Routed, Stored
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, hashes_of_prompt, prefix_group
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, prefix_group
 from pagoda.core.request import LoraRef, Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -577,21 +577,6 @@ def test_what_is_cached_is_told_by_the_group_that_keeps_all_blocks(
     assert server._cache_changes == {bytes([expected]): True}
     server._note_cache(Removed(1, 0.0, expected, (bytes([expected]),)))
     assert server._cache_changes == {bytes([expected]): False}
-
-
-def test_a_hit_ends_at_the_end_of_the_largest_blocks() -> None:
-    async def main() -> None:
-        engines = Linked()
-        replicas = engines.replicas
-        replicas._hit_size = 64
-        prompt = Request("a", np.arange(200, dtype=np.int32), SamplingParams(), handle=1)
-        hashes = [*hashes_of_prompt(prompt, replicas._hash_seed, replicas._block_size)]
-        replicas.each[1].on_message(wire.CacheChanges(tuple(hashes[:7]), ()))
-        replicas.add_request(prompt)
-        (entry,) = replicas.each[1]._journal
-        assert entry.num_cached == 64
-
-    asyncio.run(main())
 
 
 def test_adapters_are_loaded_into_all_and_later_into_one_that_is_down() -> None:
