@@ -1,5 +1,7 @@
 """Sequences, prefix caching, windows, cross-attention and images, with small numbers."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -459,8 +461,13 @@ def test_a_hit_goes_back_to_the_last_state_that_is_left() -> None:
 RARE_STATE = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, layers=(1,), shape=KVShape(1, 4096, 0))  # every 16 tokens
 
 
-def rare_states(**config: int) -> Rig:
-    return Rig(groups=(FULL, RARE_STATE), enable_prefix_caching=True, num_blocks=256, **config)
+def rare_states(max_num_batched_tokens: int = 64) -> Rig:
+    return Rig(
+        groups=(FULL, RARE_STATE),
+        enable_prefix_caching=True,
+        num_blocks=256,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
 
 
 def test_a_chunk_leaves_states_every_few_blocks_before_its_last_token_and_at_its_end() -> None:
@@ -545,8 +552,8 @@ def test_the_null_block_is_never_counted() -> None:
 # Encoder-decoder
 
 
-def encoder_decoder(num_blocks: int, **config: object) -> Rig:
-    sizes = {"encoder_budget": 64, "encoder_cache_tokens": 64}
+def encoder_decoder(num_blocks: int, **config: Any) -> Rig:
+    sizes: dict[str, Any] = {"encoder_budget": 64, "encoder_cache_tokens": 64}
     return Rig(num_blocks=num_blocks, groups=(FULL, CROSS), encoder_decoder=True, **sizes, **config)
 
 

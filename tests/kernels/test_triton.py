@@ -321,7 +321,7 @@ def test_tokens_of_a_vocabulary_of_several_chunks(triton_ops: Any, spread: float
         assert torch.equal(found.values[row, :num].cpu(), logits[row, kept])
         assert num == 0 or kept.tolist() == (logits[row] >= logits[row, kept].min()).nonzero()[:, 0].tolist()
     assert triton_ops.sample(device, params).tolist() == sampling.sample(logits, params).tolist()
-    without = params[[0, 6]]  # without filters
+    without = params[np.array([0, 6])]  # without filters
     assert triton_ops.sample(device[[0, 6]], without).tolist() == sampling.sample(logits[[0, 6]], without).tolist()
 
 

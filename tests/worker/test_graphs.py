@@ -168,6 +168,8 @@ def test_of_too_many_graphs_the_least_recently_used_is_dropped(monkeypatch: pyte
         expected = forward.run_op_by_op(filled(table, decodes).batch, cache.layers)
         got = forward.run(inputs.batch, cache.layers, inputs.size)
         for ours, theirs in zip(got, expected, strict=True):
+            assert ours is not None
+            assert theirs is not None
             assert torch.equal(ours[:num_rows], theirs)
         return recalls.replays - before
 
@@ -361,6 +363,8 @@ def test_steps_with_adapters_have_graphs_until_their_tables_move() -> None:
         plain = StagingBatch(CPU).fill(table, decodes, adapters)
         expected = forward.run_op_by_op(plain.batch, cache.layers)
         for ours, theirs in zip(forward.run(inputs.batch, cache.layers, inputs.size), expected, strict=True):
+            assert ours is not None
+            assert theirs is not None
             assert torch.equal(ours[:3], theirs)
         assert graphs.num_graphs == (0 if number in (0, 4) else 1)
     assert recalls.replays == 3 + 2
