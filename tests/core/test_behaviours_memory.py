@@ -126,7 +126,7 @@ def test_unknown_sequences_and_requests_are_ignored() -> None:
 # Prefix caching
 
 
-def hit_after(first: list[int], second: list[int], *, output: int = 1, **facts: object) -> int:
+def hit_after(first: list[int], second: list[int], *, output: int = 1, **facts: Any) -> int:
     """Tokens of `second` found after `first` was served."""
     rig = Rig(enable_prefix_caching=True, num_blocks=32, max_loras=4)
     rig.add("first", first, max_tokens=output)
