@@ -107,7 +107,6 @@ class TappedSampler:
         self._sampler = sampler
         self._steps_fail = steps_fail
         self.trace = Trace()
-        self.top_logprobs = sampler.top_logprobs
 
     def draw(
         self,
