@@ -25,12 +25,12 @@ from pagoda.loading.safetensors_header import read_headers
 
 
 class Weights(Protocol):
-    """A checkpoint's tensors, by their names in the checkpoint."""
+    """A checkpoint's tensors, by their names in the checkpoint. Without more, they are floats that are not mapped.
 
-    @property
-    def bytes_read(self) -> int:
-        """Return how many bytes of the files have been read as values, so far."""
-        ...
+    bytes_read: how many bytes of the files have been read as values, so far.
+    """
+
+    bytes_read: int
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -51,11 +51,11 @@ class Weights(Protocol):
 
     def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a region as a view of the mapped file; None where it is not stored in this type, or in pieces."""
-        ...
+        return None
 
     def has_codes(self, name: str) -> bool:
         """Return whether `read_codes` returns a matrix as codes and scales, in the order of its elements."""
-        ...
+        return False
 
     def read_codes(
         self, name: str, region: Region, head_order: tuple[int, ...] | None = None
@@ -64,7 +64,7 @@ class Weights(Protocol):
 
         head_order: of the rows of a head, see `reorder_rows`.
         """
-        ...
+        return None
 
 
 def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
@@ -76,13 +76,13 @@ def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
         return GGUFWeights(open_gguf(files.path))
     if files.format == "ctranslate2":
         return CTranslate2Weights(CTranslate2File(files.path))
-    weights, stored = SafetensorsWeights(files.path, subfolders), packed_format(files)
+    stored = packed_format(files)
     if stored is None:
-        return weights
-    return MXFP4Weights(weights) if stored.layout is STACKED else PackedWeights(weights, stored)
+        return SafetensorsWeights(files.path, subfolders)
+    return MXFP4Weights(files.path) if stored.layout is STACKED else PackedWeights(files.path, stored, subfolders)
 
 
-class GGUFWeights:
+class GGUFWeights(Weights):
     """A GGUF file, memory-mapped: the codes of its blocks, or floats, tensor by tensor."""
 
     def __init__(self, file: GGUFFile) -> None:
@@ -170,7 +170,7 @@ def reorder_rows(rows: torch.Tensor, head_order: tuple[int, ...] | None) -> None
         heads.copy_(heads[:, head_order])
 
 
-class CTranslate2Weights:
+class CTranslate2Weights(Weights):
     """A CTranslate2 file, memory-mapped; its codes of 8 and 16 bits become floats."""
 
     def __init__(self, file: CTranslate2File) -> None:
@@ -193,22 +193,11 @@ class CTranslate2Weights:
         out.copy_(part)
         self.bytes_read += part.nbytes
 
-    def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
-        return None
-
-    def has_codes(self, name: str) -> bool:
-        return False
-
-    def read_codes(
-        self, name: str, region: Region, head_order: tuple[int, ...] | None = None
-    ) -> QuantizedWeight | None:
-        return None
-
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(Weights):
     """A folder of safetensors, memory-mapped: a tensor's pages are read when it is copied out."""
 
     def __init__(self, folder: Path, subfolders: Sequence[str] = ()) -> None:
@@ -262,14 +251,6 @@ class SafetensorsWeights:
         self.bytes_read += part.nbytes
         return part
 
-    def has_codes(self, name: str) -> bool:
-        return False
-
-    def read_codes(
-        self, name: str, region: Region, head_order: tuple[int, ...] | None = None
-    ) -> QuantizedWeight | None:
-        return None
-
 
 def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
     if region is None:
@@ -292,31 +273,25 @@ def missing_tensor(name: str, known: list[str], path: Path) -> ConfigError:
     return ConfigError(f"{path}: tensor {name!r} is missing{hint}")
 
 
-class PackedWeights:
+class PackedWeights(SafetensorsWeights):
     """`layer.weight` is either that tensor, or made of the tensors that a PackedFormat names."""
 
-    def __init__(self, weights: SafetensorsWeights, stored: PackedFormat) -> None:
-        self._weights, self._stored = weights, stored
-
-    @property
-    def bytes_read(self) -> int:
-        return self._weights.bytes_read
+    def __init__(self, folder: Path, stored: PackedFormat, subfolders: Sequence[str] = ()) -> None:
+        super().__init__(folder, subfolders)
+        self._stored = stored
 
     def __contains__(self, name: str) -> bool:
-        return name in self._weights or self._stem(name) is not None
-
-    def wrong(self, name: str, what: str) -> ConfigError:
-        return self._weights.wrong(name, what)
+        return name in self._entries or self._stem(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See Weights. Raises ConfigError as well if the tensors of a packed matrix do not fit together."""
         stem = self._stem(name)
-        return self._weights.shape(name) if stem is None else self._check(stem)
+        return super().shape(name) if stem is None else self._check(stem)
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
         stem = self._stem(name)
         if stem is None:
-            self._weights.read_into(name, out, region)
+            super().read_into(name, out, region)
         else:
             turned = None
             if region is not None and region.transposed and region.columns is not None:
@@ -327,7 +302,7 @@ class PackedWeights:
             out.copy_(values if turned is None else values.T)
 
     def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
-        return self._weights.view(name, region, dtype) if self._stem(name) is None else None
+        return super().view(name, region, dtype) if self._stem(name) is None else None
 
     def has_codes(self, name: str) -> bool:
         return self._stored.has_codes and not self._stored.ordered and self._stem(name) is not None
@@ -337,15 +312,15 @@ class PackedWeights:
         return None if stem is None or not self._stored.has_codes else self._codes(stem, region, head_order)
 
     def _stem(self, name: str) -> str | None:
-        return self._stored.stem(name, self._weights)
+        return self._stored.stem(name, self._entries)
 
     def _check(self, stem: str) -> tuple[int, int]:
         """Return (out, in) of a packed matrix."""
-        stored, layout, weights = self._stored, self._stored.layout, self._weights
+        stored, layout, shape_of = self._stored, self._stored.layout, super().shape
         name = f"{stem}.{layout.codes}"
-        words = weights.shape(name)
+        words = shape_of(name)
         if len(words) != 2:
-            raise weights.wrong(name, f"has the shape {words}; a packed matrix has two dimensions")
+            raise self.wrong(name, f"has the shape {words}; a packed matrix has two dimensions")
         rows, columns = words[::-1] if layout.transposed else words
         per_word = stored.codes_per_word
         rows, columns = (
@@ -363,21 +338,21 @@ class PackedWeights:
         expected = {layout.codes: ([words], (codes_type,)), layout.scales: (scales, ("F16", "BF16", "F32"))}
         if stored.has_codes and (layout.transposed or not stored.symmetric):
             expected[layout.zeros] = [zeros], ("I32" if in_words else "I8",)
-            if len(scales) > 1 and weights.shape(f"{stem}.{layout.zeros}") in scales[2:]:  # never in words
+            if len(scales) > 1 and shape_of(f"{stem}.{layout.zeros}") in scales[2:]:  # never in words
                 expected[layout.zeros] = scales[2:], ("I8",)
-        if layout.order and (stored.ordered or f"{stem}.{layout.order}" in weights):
+        if layout.order and (stored.ordered or f"{stem}.{layout.order}" in self._entries):
             expected[layout.order] = [(columns,)], ("I32", "I64")
         for part, (shapes, dtypes) in expected.items():
             shapes = [shape[::-1] for shape in shapes] if layout.transposed and part != layout.codes else shapes
             name = f"{stem}.{part}"
-            if (found := weights.shape(name)) not in shapes:
-                raise weights.wrong(
+            if (found := shape_of(name)) not in shapes:
+                raise self.wrong(
                     name,
                     f"has the shape {found}, {shapes[0]} is what '{stem}.{layout.codes}' of the shape {words} and "
                     f"group_size = {-1 if stored.group is None else stored.group} ask for",
                 )
-            if (dtype := weights.dtype(name)) not in dtypes:
-                raise weights.wrong(name, f"is {dtype}, expected {' or '.join(dtypes)}")
+            if (dtype := self.dtype(name)) not in dtypes:
+                raise self.wrong(name, f"is {dtype}, expected {' or '.join(dtypes)}")
         return rows, columns
 
     def _codes(self, stem: str, region: Region | None, head_order: tuple[int, ...] | None = None) -> BlockWeight:
@@ -391,9 +366,7 @@ class PackedWeights:
         if group_of is not None or stored.group is None:
             groups = slice(None)
         elif is_cut:
-            raise self._weights.wrong(
-                name, f"has groups of {group}, which columns {columns.start} to {columns.stop} cut"
-            )
+            raise self.wrong(name, f"has groups of {group}, which columns {columns.start} to {columns.stop} cut")
         # Whole words of output features, of which the others are then left out.
         per_word = stored.codes_per_word
         words = slice(rows.start // per_word, -(-rows.stop // per_word))
@@ -406,23 +379,23 @@ class PackedWeights:
         )
         scales = self._part(f"{stem}.{layout.scales}", features, groups)
         zeros_name = f"{stem}.{layout.zeros}"
-        zeros = self._part(zeros_name, words, groups) if zeros_name in self._weights else None
+        zeros = self._part(zeros_name, words, groups) if zeros_name in self._entries else None
         taken = range(rows.start - features.start, rows.stop - features.start)
         try:
             return packed_weight(stored, codes, scales, zeros, group_of, taken, head_order)
         except ConfigError as error:
-            raise self._weights.wrong(name, f"cannot be read: {error}") from None
+            raise self.wrong(name, f"cannot be read: {error}") from None
 
     def _part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         """Return rows and columns, as of [out, in], of a tensor; of one that all rows share, that."""
-        stored = self._weights.mapped(name)
+        stored = self.mapped(name)
         if stored.numel() == 1:
             part = stored.view(1, 1)
         elif stored.dim() == 1:
             part = stored[rows, None]
         else:
             part = stored[columns, rows] if self._stored.layout.transposed else stored[rows, columns]
-        self._weights.bytes_read += part.nbytes
+        self.bytes_read += part.nbytes
         return part
 
     def _group_of(self, stem: str, columns: range, group: int, is_cut: bool) -> torch.Tensor | None:
@@ -431,14 +404,14 @@ class PackedWeights:
         is_cut: the columns begin or end within a group, which goes where each has its group.
         """
         name = f"{stem}.{self._stored.layout.order}"
-        if name not in self._weights or self._stored.group is None:  # within one group, the order has no effect
+        if name not in self._entries or self._stored.group is None:  # within one group, the order has no effect
             return None
-        found = self._weights.mapped(name)
+        found = self.mapped(name)
         is_in_order = torch.equal(found.long(), torch.arange(len(found)) // group)
         if is_in_order and not (is_cut and self._stored.ordered):
             return None
         if not self._stored.ordered:
-            raise self._weights.wrong(
+            raise self.wrong(
                 f"{stem}.{self._stored.layout.codes}",
                 "has groups that are not in order, which the settings do not say; correct desc_act (or actorder) in "
                 "quantization_config",
@@ -449,7 +422,7 @@ class PackedWeights:
         layout, shape = self._stored.layout, self._check(stem)
         rows, columns = _ranges(region, *shape)
         codes = self._part(f"{stem}.{layout.codes}", *(slice(of.start, of.stop, of.step) for of in (rows, columns)))
-        scales = self._weights.mapped(f"{stem}.{layout.scales}")
+        scales = self.mapped(f"{stem}.{layout.scales}")
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales
         block = self._stored.block or (1 if len(scales) > 1 else shape[0], shape[1])
         return scaled_floats(codes, scales, (rows.start, columns.start), block)
@@ -461,51 +434,39 @@ def _ranges(region: Region | None, out_features: int, in_features: int) -> tuple
     return region.rows, range(in_features) if region.columns is None else region.columns
 
 
-class MXFP4Weights:
+class MXFP4Weights(SafetensorsWeights):
     """Stacked matrices of 4-bit floats, `X_blocks` and `X_scales`, as a tensor X [experts, in, out] of floats.
 
     Regions of X are of one matrix, and their columns are whole blocks.
     """
 
-    def __init__(self, weights: SafetensorsWeights) -> None:
-        self._weights = weights
-
-    @property
-    def bytes_read(self) -> int:
-        return self._weights.bytes_read
-
     def __contains__(self, name: str) -> bool:
-        return name in self._weights or name + MXFP4_BLOCKS in self._weights
-
-    def wrong(self, name: str, what: str) -> ConfigError:
-        return self._weights.wrong(name, what)
+        return name in self._entries or self.has_codes(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See Weights. Raises ConfigError as well if blocks and scales do not fit together."""
         if not self.has_codes(name):
-            return self._weights.shape(name)
-        blocks, scales = self._weights.shape(name + MXFP4_BLOCKS), self._weights.shape(name + MXFP4_SCALES)
+            return super().shape(name)
+        blocks, scales = (super(MXFP4Weights, self).shape(name + of) for of in (MXFP4_BLOCKS, MXFP4_SCALES))
         if len(blocks) != 4 or blocks[3] * 2 != BLOCK_VALUES or scales != blocks[:3]:
-            raise self._weights.wrong(
-                name + MXFP4_BLOCKS, f"has the shape {blocks}, which does not fit scales of {scales}"
-            )
+            raise self.wrong(name + MXFP4_BLOCKS, f"has the shape {blocks}, which does not fit scales of {scales}")
         for stored in (name + MXFP4_BLOCKS, name + MXFP4_SCALES):
-            if (dtype := self._weights.dtype(stored)) != "U8":
-                raise self._weights.wrong(stored, f"is {dtype}, expected U8")
+            if (dtype := self.dtype(stored)) != "U8":
+                raise self.wrong(stored, f"is {dtype}, expected U8")
         return blocks[0], blocks[2] * BLOCK_VALUES, blocks[1]
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
         if not self.has_codes(name):
-            return self._weights.read_into(name, out, region)
+            return super().read_into(name, out, region)
         assert region is not None, "experts are read one by one"
         out.copy_(read_mxfp4(*self._blocks(name, region)).dequantize())
         return None
 
     def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
-        return self._weights.view(name, region, dtype) if name in self._weights else None
+        return super().view(name, region, dtype) if name in self._entries else None
 
     def has_codes(self, name: str) -> bool:
-        return name + MXFP4_BLOCKS in self._weights
+        return name + MXFP4_BLOCKS in self._entries
 
     def read_codes(self, name: str, region: Region, head_order: tuple[int, ...] | None = None) -> BlockWeight | None:
         if not self.has_codes(name):
@@ -524,8 +485,8 @@ class MXFP4Weights:
         assert columns.start % BLOCK_VALUES == columns.stop % BLOCK_VALUES == 0, "ranks share whole blocks"
         at = slice(columns.start // BLOCK_VALUES, columns.stop // BLOCK_VALUES)
         blocks, exponents = (
-            self._weights.mapped(name + part)[region.index, rows.start : rows.stop : rows.step, at]
+            self.mapped(name + part)[region.index, rows.start : rows.stop : rows.step, at]
             for part in (MXFP4_BLOCKS, MXFP4_SCALES)
         )
-        self._weights.bytes_read += blocks.nbytes + exponents.nbytes
+        self.bytes_read += blocks.nbytes + exponents.nbytes
         return blocks, exponents

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from pagoda.kernels.linear.quantize import values_of
 from pagoda.loading.pieces import Region
 from pagoda.loading.quantization import BYTES, GPTQ, PACKED, PackedFormat
-from pagoda.loading.weights import PackedWeights, SafetensorsWeights
+from pagoda.loading.weights import PackedWeights
 
 IN, OUT = 256, 16
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -37,7 +37,7 @@ def gptq(group: int) -> dict[str, torch.Tensor]:
 
 def opened(folder: Path, stored: PackedFormat, tensors: dict[str, torch.Tensor]) -> PackedWeights:
     save_file({f"layer.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return PackedWeights(SafetensorsWeights(folder), stored)
+    return PackedWeights(folder, stored)
 
 
 def values(weights: PackedWeights, region: Region = WHOLE, order: tuple[int, ...] | None = None) -> torch.Tensor:
