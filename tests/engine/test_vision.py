@@ -274,6 +274,15 @@ def test_ranks_and_stages_agree(model: Path, name: str, expected: list[list[int]
     if name == "smolvlm" and "tensor_parallel_size" in layout:
         pytest.skip("its text model has three heads")
     options = {**BASE, **layout, "max_num_batched_tokens": 10, "ranks_on_threads": True}
+    refused = {
+        ("qwen3.5", "tensor_parallel_size"): "does not go with layers of the gated delta rule",
+        ("qwen3-vl", "pipeline_parallel_size"): "read outputs of the vision tower, so they must be in the first stage",
+    }
+    for (of, setting), why in refused.items():
+        if name == of and setting in layout:
+            with pytest.raises(ConfigError, match=why):
+                make_engine(model, Counter(), options, logits=False)
+            return
     if name == "gemma3" and "pipeline_parallel_size" in layout:
         with pytest.raises(ConfigError, match="does not go with images whose tokens attend to each other"):
             make_engine(model, Counter(), options, logits=False)
