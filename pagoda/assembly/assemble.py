@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 from pagoda.assembly.engine_setup import EngineSetup, options_of, resolve_engine
 from pagoda.assembly.input_setup import build_input_processor
@@ -28,7 +29,6 @@ from pagoda.core.state import Preparations
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.executor import Executor
 from pagoda.engine.flight_recorder import FlightRecorder
-from pagoda.engine.kv_events import KVEventPublisher
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.recording.files import open_files
 from pagoda.engine.recording.format import RecordedSettings
@@ -43,6 +43,9 @@ from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.registry import make_drafter
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from pagoda.engine.kv_events import KVEventPublisher
 
 logger = logging.getLogger("pagoda")
 
@@ -130,10 +133,12 @@ def build_engine_core(
     return core
 
 
-def _make_publisher(setup: EngineSetup, block_size: int, replica: int) -> KVEventPublisher | None:
+def _make_publisher(setup: EngineSetup, block_size: int, replica: int) -> "KVEventPublisher | None":
     config = setup.config.cache
     if not config.kv_events_config.is_on:
         return None
+    from pagoda.engine.kv_events import KVEventPublisher  # its sockets take a library that little else needs
+
     return KVEventPublisher(config.kv_events_config, setup.groups, block_size, replica)
 
 

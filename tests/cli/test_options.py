@@ -97,7 +97,7 @@ def test_every_setting_is_documented_where_it_is_declared() -> None:
         described = describe_settings(part)
         assert [item.name for item in described] == [item.name for item in dataclasses.fields(part)]
         for item in described:
-            assert re.fullmatch(r".{15,180}\.", item.setting.text), item.name
+            assert re.fullmatch(r".{15,240}\.", item.setting.text), item.name
             assert not item.optional or item.setting.unset, f"{item.name}: what does None mean?"
     assert len(SAMPLING_FIELDS) == 10
 
