@@ -176,7 +176,7 @@ class RoundedInputOps(ReferenceOps):
     ) -> PlainLinear:
         assert not isinstance(weight, Fp8Weight)
         codes = codes_of(weight)
-        return RoundedInputs(codes.dequantize(), bias, codes.order)
+        return RoundedInputs(codes.dequantize(), bias, codes.input_order)
 
 
 @pytest.mark.parametrize("case", CASES)
