@@ -6,6 +6,7 @@ A position is a time, a row and a column. They are equal for text, so that a tex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, isqrt
+from typing import Protocol
 
 import numpy as np
 
@@ -78,6 +79,22 @@ class Qwen25VLConfig:
         """See Model."""
         run = gcd(*self.sections)
         return tuple(index % POSITION_KINDS for index, count in enumerate(self.sections) for _ in range(count // run))
+
+
+class WithTowerConfig(Protocol):
+    """What Qwen25VL is made of, here and with other towers."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def text(self) -> DecoderConfig: ...
+
+    @property
+    def tower(self) -> TowerConfig: ...
+
+    @property
+    def position_runs(self) -> tuple[int, ...]: ...
 
 
 class PatchEmbed(Module):
@@ -210,7 +227,7 @@ def windows(rows: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]
 class Qwen25VL(Llama):
     encoder = Qwen25VLEncoder
 
-    def __init__(self, config: Qwen25VLConfig) -> None:
+    def __init__(self, config: WithTowerConfig) -> None:
         super().__init__(replace(config.text, spec=config.spec))
         self.visual = self.encoder(config.tower, config.spec)
         self.position_runs = config.position_runs

@@ -19,7 +19,7 @@ from pagoda.layers.linear import EMBED_ROWS, EMBEDS, Embedding, Linear
 from pagoda.layers.mlp import PlainMLP
 from pagoda.layers.module import Module, keep_floats
 from pagoda.layers.norm import LayerNorm
-from pagoda.layers.parameter import Axis, Part
+from pagoda.layers.parameter import Axis, Part, Table
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
@@ -232,7 +232,9 @@ class DeepStackModel(LlamaModel):
         if given is None:
             return super().embed(ops, batch)
         x = self.embed_tokens(ops, batch.token_ids)
-        size = self.embed_tokens.weight.declared.columns
+        table = self.embed_tokens.weight.declared
+        assert isinstance(table, Table)
+        size = table.columns
         ops.put_rows(x, ops.select_heads(given.tensor, 0, 1, size), batch.inputs[EMBED_ROWS].tensor)
         return x, None
 
