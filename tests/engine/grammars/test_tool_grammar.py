@@ -45,8 +45,14 @@ FORCED: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 LIST = '[{"name": "weather", "arguments": {"city": "Bern"}}]'
+MARKED = (
+    ("mistral", "[TOOL_CALLS]"),
+    ("granite", "<|tool_call|>"),
+    ("hunyuan", "<tool_calls>"),
+    ("nemotron", "<TOOLCALL>"),
+)
 PAIR = LIST.replace("}}]", '}}, {"name": "now", "arguments": {}}]')
-for name, marker in (("mistral", "[TOOL_CALLS]"), ("granite", "<|tool_call|>")):
+for name, marker in MARKED:
     FORCED[name] = (
         [marker + LIST, f"{marker} {PAIR}"],
         ["", "text", LIST, marker + LIST + "x", marker + LIST.replace("Bern", "Rom"), f"{marker}[]"],
@@ -57,6 +63,9 @@ FORCED["pythonic"] = (
     [PYTHON, "[now()]", PYTHON_PAIR],
     ["", "text", "[]", f"{PYTHON} ", PYTHON[1:-1], PYTHON.replace("Bern", "Rom"), "[weather()]", "[now(city=1)]"],
 )
+OLMO = '<function_calls>weather(city="Bern")\n</function_calls>'
+OLMO_PAIR = OLMO.replace("\n", "\nnow()\n", 1)
+FORCED["olmo3"] = ([OLMO, OLMO_PAIR], ["", "text", OLMO + "x", OLMO.replace("Bern", "Rom"), OLMO.replace("\n", "")])
 DEEPSEEK: dict[str, tuple[str, str, str]] = {}
 for name, weather, now, between in (
     (
@@ -87,7 +96,7 @@ FREE: dict[str, tuple[list[str], list[str]]] = {
     ),
     "llama_json": (["text", LLAMA, f"{LLAMA}; {LLAMA}"], [LLAMA.replace("Zürich", "Rom"), '{"text": 1}']),
 }
-for name, marker in (("mistral", "[TOOL_CALLS]"), ("granite", "<|tool_call|>")):
+for name, marker in MARKED:
     FREE[name] = (
         ["", "text", marker + LIST, f"text {marker}{PAIR}", "[1, 2]"],
         [marker + LIST.replace("Bern", "Rom"), f"{marker}text"],
@@ -97,6 +106,10 @@ for name, marker in (("mistral", "[TOOL_CALLS]"), ("granite", "<|tool_call|>")):
 FREE["pythonic"] = (
     ["text", PYTHON, PYTHON_PAIR, "a list: [1]"],
     [PYTHON.replace("Bern", "Rom"), "[1]"],
+)
+FREE["olmo3"] = (
+    ["", "text", OLMO, f"text {OLMO_PAIR}", "a < b"],
+    [OLMO.replace("Bern", "Rom"), "<function_calls>text"],
 )
 for name, (section, pair, _) in DEEPSEEK.items():
     FREE[name] = (
@@ -127,6 +140,9 @@ def several(name: str, count: int) -> str:
         section, _, call = DEEPSEEK[name]
         return section.replace(call.rstrip(), (call * count).rstrip())
     good = FORCED[name][0][0]
+    if name == "olmo3":
+        call = 'weather(city="Bern")\n'
+        return good.replace(call, call * count)
     marker = FORMATS[name].list_marker or ""
     inner = good.removeprefix(marker)[1:-1] if FORMATS[name].list_open else good
     joined = FORMATS[name].separator.join([inner] * count)

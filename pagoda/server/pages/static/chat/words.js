@@ -76,6 +76,7 @@ const zh = {
     "not enough free blocks": "空闲块不足", "too few free blocks above the watermark": "水位线以上的空闲块不足",
     "can never be served": "无法满足", "as many adapters are in the batch as max_loras allows": "批次中的适配器已达 max_loras",
     "encoder budget or cache spent": "编码器预算或缓存已用完", "grammar not compiled yet": "语法尚未编译完成",
+    "its cached blocks are being loaded (kv_tier)": "正在载入缓存的块（kv_tier）",
     "adapter not in memory (max_cpu_loras)": "适配器不在内存中（max_cpu_loras）", "waiting for more prompts to gather": "等待更多提示词",
     "as many prompts are mid-prefill as max_num_partial_prefills allows": "预填充中的提示词已达 max_num_partial_prefills",
     "one of its tokens is still in flight": "仍有 token 在计算中",
