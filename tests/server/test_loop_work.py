@@ -183,7 +183,7 @@ async def work_of(http: httpx.AsyncClient, path: str, body: bytes, method: str =
     request = http.build_request(method, path, content=body, headers={"Content-Type": "application/json"})
     with LoopWork() as work:
         answer = await http.send(request)
-    assert answer.status_code in (200, 400, 404, 429), answer.text
+    assert answer.status_code in (200, 400, 404, 409, 429), answer.text
     return work
 
 
