@@ -128,6 +128,7 @@ def test_every_file_with_tests_of_numbers_is_a_part() -> None:
     assert set(FILES) - found == {"engine/test_beams_with_grammars"}  # by a fixture of another file
     others = {"test_benchmarks_gpu", "test_conftest", "kernels/test_carried_ops", "models/test_captured_models"}
     others |= {"kernels/test_short_conv", "kernels/test_scan"}  # states are for CPUs alone
+    others |= {"loading/test_packed_cache"}  # weights as the kernels of CPUs have them
     others |= {"models/test_ranks"}  # which reads the names of models there
     downloaded = {f"parity/test_{name}" for name in ("beam_search", "lora", "perplexity", "smollm2")}
     downloaded |= {"models/test_minilm", "models/test_real_models"}

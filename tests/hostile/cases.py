@@ -156,6 +156,7 @@ _INNER: Mapping[str, tuple[dict[str, Any], str]] = {
     "AbortRequest": ({"request_ids": ["a"]}, "request_ids.0"),
     "LoadAdapterRequest": ({"lora_name": "x", "lora_path": "x"}, ""),
     "UnloadAdapterRequest": ({"lora_name": "x"}, ""),
+    "RestartRequest": ({"model": "x"}, ""),
 }
 """By the name of a body: one that is accepted (of those in ASKS: from there), and places inside its fields."""
 _SHORT = Turn("Hi", 3, seed=1)

@@ -13,6 +13,8 @@ def test_no_request_is_an_internal_error(fake_server: LiveServer) -> None:
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) >= 17
     for operation in operations:
+        if operation.path == "/restart_engines":  # which does what it says
+            continue
 
         @given(case=operation.as_strategy())
         @settings(

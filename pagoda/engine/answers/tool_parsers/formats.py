@@ -247,23 +247,41 @@ class Gemma4Parser(NamedCallParser):
     def value(self) -> Reading[bool]:
         """See ToolParser. Strings are taken as they are, without escapes."""
         reader, given, in_string = LiteralReader(), "", False
+        parts: list[tuple[str, str]] = []  # of `given`, as JSON and as they were written
         while True:
             at = self.text.find(self.QUOTE)
             is_last = self.is_over and at < 0
             end = at if at >= 0 else len(self.text) - held_back(self.text, self.QUOTE)
             piece, self.text = self.text[:end], self.text[end:]
-            given += json.dumps(piece, ensure_ascii=False)[1:-1] if in_string else piece
+            parts.append((json.dumps(piece, ensure_ascii=False)[1:-1] if in_string else piece, piece))
+            given += parts[-1][0]
             self.add(reader.read(given, is_last))
             given, reader.at = given[reader.at :], 0
             if reader.is_done or reader.is_broken:
                 # Where the text ends in a mark, that is left out.
-                self.text = given + ("" if is_last and not reader.is_done else self.text)
+                rest = "" if is_last and not reader.is_done else self.text
+                self.text = _as_written(parts, len(given)) + rest
                 return reader.is_done
+            if not given:
+                parts.clear()
             if at < 0:
                 yield
                 continue
+            parts.append(('"', self.QUOTE))
             given += '"'
             self.text, in_string = self.text.removeprefix(self.QUOTE), not in_string
+
+
+def _as_written(parts: list[tuple[str, str]], size: int) -> str:
+    """Return the last `size` characters of the JSON of `parts` as they were written."""
+    rest = ""
+    for as_json, written in reversed(parts):
+        if not size:
+            break
+        if size < len(as_json):
+            written = written[-size:] if as_json == written else json.loads(f'"{as_json[-size:]}"')
+        rest, size = written + rest, size - min(size, len(as_json))
+    return rest
 
 
 class Mistral3Parser(NamedCallParser):
