@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pagoda.assembly.engine_setup import EngineSetup, options_of, resolve_engine
 from pagoda.assembly.input_setup import build_input_processor
@@ -42,10 +42,10 @@ from pagoda.process.out_of_memory import is_out_of_memory
 from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.registry import make_drafter
 from pagoda.worker.speculation.speculator import Speculator
-from pagoda.worker.worker import Worker
 
 if TYPE_CHECKING:
     from pagoda.engine.kv_events import KVEventPublisher
+    from pagoda.worker.worker import Worker  # brings torch, which engines without a model do without
 
 logger = logging.getLogger("pagoda")
 
@@ -90,9 +90,8 @@ def build_engine_core(
         executor.shutdown()
         raise
     if tier is not None:
-        worker = inner.worker if isinstance(inner, InProcessExecutor) else None
-        assert isinstance(worker, Worker), "the settings were checked"
-        tier.attach(worker.kv_memory())
+        assert isinstance(inner, InProcessExecutor), "the settings were checked"
+        tier.attach(cast("Worker", inner.worker).kv_memory())
     options = options_of(setup)
     try:
         publisher = _make_publisher(setup, capacity.block_size, replica)

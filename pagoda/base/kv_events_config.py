@@ -36,7 +36,10 @@ class KVEventsConfig:
         100_000
     )
     max_queue_size: Annotated[
-        int, Setting("Events that may wait to be published; beyond that, readers are told to forget all.", at_least=1)
+        int,
+        Setting(
+            "Events that may wait to be published; if there are more, readers are told AllBlocksCleared.", at_least=1
+        ),
     ] = 100_000
     topic: Annotated[str, Setting("First frame of each message.")] = ""
 

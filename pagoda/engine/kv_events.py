@@ -170,7 +170,7 @@ class KVEventPublisher:
         return taken, True
 
     def _forget(self) -> tuple[list[_Told], bool]:
-        """Drop what waits: readers who are told of some of it would take removed blocks for cached ones."""
+        """Drop what waits. A reader that got only a part of it would believe that removed blocks are cached."""
         logger.warning("more than %d events of the prefix cache waited to be published: dropped", self._max_waiting)
         is_open = True
         for _ in range(self._waiting.qsize()):
