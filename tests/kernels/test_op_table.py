@@ -12,6 +12,7 @@ import torch
 from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.native import build, header, library
+from pagoda.kernels.native.abi import STRUCTS
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps, implementation
@@ -49,6 +50,13 @@ def test_an_implementation_must_take_what_the_table_declares() -> None:
     module.softcap = lambda x, limit: x  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="other.softcap takes"):
         implementation(FORWARD_OPS["softcap"], module)
+
+
+def test_a_struct_has_its_fields_only() -> None:
+    """A misspelled field would otherwise be an attribute in Python, and null in the kernel."""
+    for struct in STRUCTS.values():
+        with pytest.raises(AttributeError, match="no attribute 'no_field'"):
+            struct().no_field = 1
 
 
 @pytest.fixture

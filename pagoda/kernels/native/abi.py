@@ -87,8 +87,9 @@ _SCALARS = {
 
 
 class Shared(Structure):
-    """A struct shared with C++. fields: name -> C type."""
+    """A struct shared with C++. fields: name -> C type. It has no other attributes: a misspelled field is an error."""
 
+    __slots__ = ()
     fields: Mapping[str, str] = {}
 
 
@@ -105,9 +106,8 @@ def ctype(c_type: str) -> Any:
 
 def struct(name: str, doc: str, /, **fields: str) -> type[Shared]:
     """Declare a struct and return its ctypes type. fields: C types."""
-    made = type(
-        name, (Shared,), {"__doc__": doc, "fields": fields, "_fields_": [(f, ctype(t)) for f, t in fields.items()]}
-    )
+    layout = [(field, ctype(c_type)) for field, c_type in fields.items()]
+    made = type(name, (Shared,), {"__doc__": doc, "__slots__": (), "fields": fields, "_fields_": layout})
     STRUCTS[name] = made
     return made
 
