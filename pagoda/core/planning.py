@@ -184,6 +184,8 @@ def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reas
     prefix = find_prefix(state, request, plan)
     num_lacking = len(request.unfinished[0].token_ids) - prefix.num_tokens
     chunk = fit_chunk(state, plan, request, prefix.num_tokens, num_lacking)
+    if chunk.num_new:
+        chunk = state.encoder.plan_chunk(plan, request, -1, prefix.num_tokens, chunk.num_new)
     if chunk.num_new == 0:
         state.encoder.cache.drop_all(request)
         return chunk.reason

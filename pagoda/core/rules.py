@@ -123,7 +123,10 @@ def narrow_budgets(state: SchedulerState, plan: StepPlan) -> None:
 
 
 def fit_chunk(state: SchedulerState, plan: StepPlan, request: RequestState, start: int, num_new: int) -> Chunk:
-    """Return how many of `num_new` tokens from `start` a request that would enter may compute."""
+    """Return how many of `num_new` tokens from `start` a request that would enter may compute, by the budgets.
+
+    What the encoder says comes after: a request that was swapped out needs it no more.
+    """
     if plan.row_cap:
         num_new = min(num_new, max(plan.row_cap, _longest_item(state, request, start)))
     if plan.prompt_budget is not None:
@@ -132,7 +135,7 @@ def fit_chunk(state: SchedulerState, plan: StepPlan, request: RequestState, star
             return Chunk(0, Reason.PREFILL_SHARE)
     if num_new > plan.budget:
         num_new = plan.budget if _may_cut(state, start + num_new) else 0
-    return state.encoder.plan_chunk(plan, request, -1, start, num_new) if num_new > 0 else Chunk(0)
+    return Chunk(num_new)
 
 
 def fit_chunks(

@@ -374,6 +374,56 @@ def test_siblings_that_resume_together_need_no_encoder() -> None:
     traffic.drain()
 
 
+def test_siblings_that_come_back_from_the_host_need_no_encoder() -> None:
+    """One of two outputs lost its first token to a reset and starts at 0, but the cross-attention blocks are filled."""
+    setting = Setting(
+        SchedulerOptions(
+            max_num_seqs=3,
+            max_num_batched_tokens=24,
+            scheduling_mode=SchedulingMode.PHASED,
+            scheduling_policy=SchedulingPolicy.PRIORITY,
+            encoder_budget=6,
+            encoder_cache_tokens=64,
+        ),
+        CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
+        (FULL, CROSS),
+        num_blocks=6,
+        num_host_blocks=3,
+        max_model_len=24,
+        encoder_decoder=True,
+    )
+    traffic = Traffic(setting)
+    for number, length, count, priority in ((1, 1, 2, 1), (2, 4, 1, 0)):
+        sampling = SamplingParams(n=count, max_tokens=2, temperature=float(count > 1))
+        media = (MediaItem(f"audio{number}", 0, length + 1),)
+        prompt = [number] * length
+        request = make_request(number, prompt, sampling, priority=priority, encoder_len=length + 1, media=media)
+        traffic.add(request)
+        if number == 1:
+            traffic.plan()
+            traffic.reset(preempt_running=True)
+    traffic.deliver()
+    traffic.drain()
+
+
+def test_a_state_is_found_until_the_last_beam_has_passed_it() -> None:
+    """The pool cannot hold the first beam's next state after it has passed one; the second ends with it, and makes what
+    it holds known."""
+    setting = Setting(
+        SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=4),
+        CacheConfig(block_size=4, enable_prefix_caching=True, watermark=0.0),
+        (FULL, state(1, 2000)),
+        num_blocks=8,
+        max_model_len=24,
+        beams=True,
+    )
+    traffic = Traffic(setting)
+    traffic.add(make_request(1, [0], SamplingParams(max_tokens=1)))
+    sampling = SamplingParams(n=2, max_tokens=11, beam_search=BeamSearchOptions(0.0, False))
+    traffic.add(make_request(2, list(range(11)), sampling))
+    traffic.drain()
+
+
 def test_siblings_that_lost_their_first_token_find_the_window_they_need() -> None:
     """They compute the last prompt block again: what that attends to must not have been freed."""
     setting = Setting(

@@ -1,6 +1,7 @@
 """benchmarks/make_random_gguf.py writes files that load from their own codes; loading takes a model's memory once."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -85,7 +86,7 @@ def write_awq(folder: Path, shape: Shape) -> None:
     "kind", ["Q4_K_M", pytest.param("BF16", marks=pytest.mark.slow), pytest.param("awq", marks=pytest.mark.slow)]
 )
 def test_loading_takes_anonymous_memory_once(kind: str, tmp_path: Path):
-    """Weights are packed tensor by tensor from the mapped file: memory peaks at what stays."""
+    """Without a file of packed weights, they are packed tensor by tensor: memory peaks at what stays."""
     shape = Shape(2048, 8192, 6, 32, 8, 64, 4096, 512, 10000.0)  # 350 million weights: 200 MiB in 4 bits
     path = tmp_path / ("awq" if kind == "awq" else "a.gguf")
     if kind == "awq":
@@ -110,7 +111,9 @@ def test_loading_takes_anonymous_memory_once(kind: str, tmp_path: Path):
         "text = llm.generate(['ab'], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids\n"
         "print(json.dumps([base, max(seen), anonymous(), len(text)]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PAGODA_PACKED_CACHE_SIZE": "0"}
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     base, peak, final, num_tokens = json.loads(done.stdout.splitlines()[-1])
     assert num_tokens == 2
     stored = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))

@@ -190,8 +190,9 @@ class Memory:
         for group in range(len(self.groups)):
             table = sequence.tables[group]
             last = min(self.behind_window(group, sequence.computed - sequence.in_flight), len(table))
-            passed = [index for index in range(last) if not self.keeps(group, index, sequence.snapshots)]
-            self.pool.forget_blocks(table[index] for index in passed if table[index] != NULL)
+            passed = [table[index] for index in range(last) if not self.keeps(group, index, sequence.snapshots)]
+            # One that another row still reads goes when that row has passed it.
+            self.pool.forget_blocks(one for one in passed if one != NULL and self.pool.blocks[one].references == 1)
             self.pool.free_blocks(table[index] for index in range(last - 1, -1, -1))
             for index in range(last):
                 table[index] = NULL

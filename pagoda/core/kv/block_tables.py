@@ -242,9 +242,9 @@ class BlockTables:
             if last > first:
                 self._prefix_cache.cache_blocks(row, done)  # while the entries still name the blocks
                 entries = self.entries[group.index][row, first:last]
-                if group.stride > 1:
+                if group.stride > 1:  # another row that has not passed a state yet would make it known again
                     kept = group.keeps(np.arange(first, last), self._snapshots[row])
-                    self._prefix_cache.uncache_blocks(entries[~kept])
+                    self._prefix_cache.uncache_blocks(entries[~kept & (self.pools.ref_count[entries] == 1)])
                 self.pools.free(entries[entries != 0][::-1])
                 entries[:] = 0
                 released[row] = last
