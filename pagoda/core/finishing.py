@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from pagoda.core.events import Copied
 from pagoda.core.lifecycle import give_row
 from pagoda.core.request import AdmitKind, RequestState, without_features
 from pagoda.core.scheduler_output import NO_TOKENS, RowFork, RowInit, SchedulerOutput
@@ -92,9 +91,6 @@ def _join(state: SchedulerState, plan: StepPlan, leader: int, request: RequestSt
 def _build_output(state: SchedulerState, plan: StepPlan) -> SchedulerOutput:
     """Return the step with what its owners have noted for workers since the last one."""
     kv = state.kv
-    for row, source, target in kv.tables.copies:
-        sequence = state.table.owner(row)
-        state.events.write(Copied, sequence.request.spec, sequence.index, source, target)
     block_delta, copies = kv.tables.take_changes()
     swap_out, swap_in = kv.host.take_moves()
     preempted, finished = state.take_notices()

@@ -10,7 +10,7 @@ import numpy as np
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
 from pagoda.core.cost_model import RowWork
-from pagoda.core.events import Ended, FirstToken, Held, Preempted, Queued, Swapped
+from pagoda.core.events import Ended, FirstToken, Held, Preempted, Queued
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import AdmitKind, Progress, Reason, Request, RequestState, RequestStatus, Sequence
 from pagoda.core.state import SchedulerState
@@ -208,8 +208,7 @@ def swap_out(state: SchedulerState, request: RequestState, cause: RequestState) 
     """The request's KV moves to host memory; it waits there with all that it has computed.   cause: see `requeue`."""
     free_before = state.kv.num_free
     sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
-    num_blocks = state.kv.swap_out(sequences)
-    state.events.write(Swapped, request.spec, True, num_blocks)
+    state.kv.swap_out(sequences)
     for sequence in sequences:
         _leave_row(state, sequence)
     _leave(state, request)

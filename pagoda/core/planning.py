@@ -7,7 +7,7 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.core.cost_model import RowWork
-from pagoda.core.events import Admitted, Swapped
+from pagoda.core.events import Admitted
 from pagoda.core.kv import CachedPrefix, exceeds
 from pagoda.core.lifecycle import finish_all, finish_one, give_row, hold, move_to_running, refuse
 from pagoda.core.policy import RequestQueue
@@ -144,8 +144,7 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
     kind = move_to_running(state, request)
     for sequence in sequences:
         give_row(state, sequence, sequence.num_computed)
-    num_blocks = state.kv.host.swap_in(sequences)
-    state.events.write(Swapped, request.spec, False, num_blocks)
+    state.kv.host.swap_in(sequences)
     for sequence, chunk, end in zip(sequences, chunks, ends, strict=True):
         row, start = sequence.row, sequence.num_computed
         plan.entering[row] = kind, start

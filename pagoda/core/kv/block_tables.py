@@ -3,6 +3,7 @@
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
+from pagoda.core.events import Copied, EventStream
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockCounts, BlockPools
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVGroup, KVSizing, blocks_for, exceeds
@@ -25,7 +26,6 @@ class BlockTables:
     num_released: per KV group, int32 [rows], leading blocks freed because the window has left them.
     reserved_until: int32 [rows], read-only: while a step ends at or below this position, the row needs nothing here: no
         block, no copy, nothing to free. Steps without events compare this column and look no further.
-    copies: (row, source, target), copy-on-write, of the step being planned.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class BlockTables:
         pools: BlockPools,
         prefix_cache: PrefixCache,
         sizing: KVSizing,
+        events: EventStream,
     ) -> None:
         self.entries = entries
         self.num_blocks = np.zeros(table.max_rows, np.int32)
@@ -42,7 +43,6 @@ class BlockTables:
         self.num_released = [np.zeros(table.max_rows, np.int32) for _ in sizing.groups]
         self._reserved_until = np.zeros(table.max_rows, np.int32)
         self.reserved_until = readonly(self._reserved_until)
-        self.copies: list[tuple[int, int, int]] = []
         self.pools = pools
         self.groups = sizing.groups
         self.growing = tuple(group for group in sizing.groups if group.grows)
@@ -57,6 +57,8 @@ class BlockTables:
         self._sizing = sizing
         self._shared_tails: set[int] = set()  # rows whose next write may be into a block that others reference
         self._changed: list[_TableChange] = []
+        self._copies: list[tuple[int, int, int]] = []  # (row, source, target), of the step being planned
+        self._events = events
 
     # Counting
 
@@ -315,7 +317,7 @@ class BlockTables:
         target = int(self.allocate(group.pool, 1)[0])
         self.entries[group.index][row, index] = target
         self.pools.free(np.array([source], np.int32))
-        self.copies.append((row, source, target))
+        self._copies.append((row, source, target))
         where, at, block_ids = np.array([[row], [index], [target]], np.int32)
         self._changed.append((where, group.index, at, block_ids))
 
@@ -331,18 +333,21 @@ class BlockTables:
         """The row left the table while the step was planned: nothing is set or copied for it any more."""
         if self._changed:
             self._changed = [entry for one in self._changed if (entry := _without(one, row)) is not None]
-        if self.copies:
-            self.copies = [copy for copy in self.copies if copy[0] != row]
+        if self._copies:
+            self._copies = [copy for copy in self._copies if copy[0] != row]
 
     def sources_of(self, rows: set[int]) -> dict[int, int]:
         """Return the copies of this step that `rows` wait for, target -> source. Swap-outs run before them."""
-        return {target: source for row, source, target in self.copies if row in rows}
+        return {target: source for row, source, target in self._copies if row in rows}
 
     def take_changes(self) -> tuple[BlockDelta, np.ndarray]:
         """Return how tables change in the step that is planned, and its copies, int32 [k, 2]; the next starts empty."""
+        for row, source, target in self._copies:
+            sequence = self._table.owner(row)
+            self._events.write(Copied, sequence.request.spec, sequence.index, source, target)
         delta = _merge(self._changed) if self._changed else NO_DELTA
-        copies = np.array(self.copies, np.int32)[:, 1:] if self.copies else NO_PAIRS
-        self._changed, self.copies = [], []
+        copies = np.array(self._copies, np.int32)[:, 1:] if self._copies else NO_PAIRS
+        self._changed, self._copies = [], []
         return delta, copies
 
     def blocks_between(self, row: int, start: int, end: int) -> set[int]:

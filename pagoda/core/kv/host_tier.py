@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
+from pagoda.core.events import EventStream, Swapped
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockCounts, BlockPools
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.sizing import KVSizing, blocks_for
@@ -22,11 +23,14 @@ class HostTier:
     A block that several sequences share is moved once, and is shared again on return.
     """
 
-    def __init__(self, table: RequestTable, tables: BlockTables, sizing: KVSizing, num_blocks: int) -> None:
+    def __init__(
+        self, table: RequestTable, tables: BlockTables, sizing: KVSizing, num_blocks: int, events: EventStream
+    ) -> None:
         self.pools = BlockPools(sizing.pool_sizes(num_blocks), first_id=0)
         self._table = table
         self._tables = tables
         self._sizing = sizing
+        self._events = events
         self._moves_out = self._moves_in = NO_PAIRS  # of the step being planned
         self._swapped: dict[Sequence, tuple[_HostEntries, ...]] = {}
 
@@ -44,8 +48,8 @@ class HostTier:
         """Host blocks that these rows would take: distinct ones that hold computed tokens."""
         return self._tables.pools.count(np.unique(_blocks_of([self._in_use(row) for row in rows])))
 
-    def swap_out(self, sequences: list[Sequence]) -> int:
-        """Move the KV of sibling sequences to the host. Their rows lose all device blocks. Return how many move."""
+    def swap_out(self, sequences: list[Sequence]) -> None:
+        """Move the KV of sibling sequences to the host. Their rows lose all device blocks."""
         rows = [sequence.row for sequence in sequences]
         used = [self._in_use(row) for row in rows]
         replaced, moves = _replace(used, self._tables.pools, self.pools, lambda *args: self.pools.allocate(*args)[0])
@@ -56,7 +60,7 @@ class HostTier:
         for sequence, swapped in zip(sequences, replaced, strict=True):
             self._swapped[sequence] = swapped
             self._tables.free_row(sequence.row)
-        return len(moves)
+        self._events.write(Swapped, sequences[0].request.spec, True, len(moves))
 
     def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> BlockCounts:
         """Free device blocks needed to bring `sequences` back, with their tokens up to `ends`."""
@@ -81,11 +85,8 @@ class HostTier:
         """Return the host blocks of sequences that are swapped out; a shared one as often as it is theirs."""
         return _blocks_of(self._swapped[sequence] for sequence in sequences)
 
-    def swap_in(self, sequences: list[Sequence]) -> int:
-        """Bring sibling sequences back into their new rows; the caller checked `blocks_to_swap_in`.
-
-        Return how many blocks move.
-        """
+    def swap_in(self, sequences: list[Sequence]) -> None:
+        """Bring sibling sequences back into their new rows; the caller checked `blocks_to_swap_in`."""
         swapped = [self._swapped[sequence] for sequence in sequences]
         replaced, moves = _replace(swapped, self.pools, self._tables.pools, self._tables.allocate)
         self._moves_in = np.concatenate((self._moves_in, moves))
@@ -93,7 +94,7 @@ class HostTier:
             has_tail = sequence.num_computed % self._sizing.block_size != 0
             self._tables.restore(sequence.row, parts, has_tail=has_tail)
             self.drop(sequence)
-        return len(moves)
+        self._events.write(Swapped, sequences[0].request.spec, False, len(moves))
 
     def take_moves(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the blocks that move out and in with the step that is planned, int32 [k, 2]; the next starts empty."""

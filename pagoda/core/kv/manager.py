@@ -49,8 +49,8 @@ class KVCacheManager:
         self.prefix_cache = PrefixCache(
             table, entries, self.pools, sizing, events, enabled=caching, seed=options.prefix_hash_seed
         )
-        self.tables = BlockTables(table, entries, self.pools, self.prefix_cache, sizing)
-        self.host = HostTier(table, self.tables, sizing, num_host_blocks)
+        self.tables = BlockTables(table, entries, self.pools, self.prefix_cache, sizing, events)
+        self.host = HostTier(table, self.tables, sizing, num_host_blocks, events)
         self.transfers = Transfers(tier, self.tables, self.prefix_cache, sizing.block_size, events)
         self._events = events
 
@@ -227,11 +227,11 @@ class KVCacheManager:
         self._keep_findable(row, pins=pins)
         self.tables.free_row(row)
 
-    def swap_out(self, sequences: list[Sequence]) -> int:
+    def swap_out(self, sequences: list[Sequence]) -> None:
         """Move the KV of sibling sequences to the host, as HostTier does; what they have computed stays findable."""
         for sequence in sequences:
             self._keep_findable(sequence.row)
-        return self.host.swap_out(sequences)
+        self.host.swap_out(sequences)
 
     def _keep_findable(self, row: int, *, pins: bool = True) -> None:
         """The row is about to lose its blocks: insert the full ones into the prefix cache, and pin them if asked to."""
