@@ -342,7 +342,7 @@ class Simulation:
             )
         )
         self.replicas._router = router(MAX_NUM_SEQS, MAX_BATCHED_TOKENS, self.replicas._router.costs)
-        self.replicas._sinks._sinks[0] = self._take
+        self.replicas.sinks._sinks[0] = self._take
         self.engines = [
             _Engine(self.clock, costs, slow_times if number == 0 else 1.0, lambda number=number: self._wake(number))
             for number in range(num_replicas)
@@ -465,7 +465,7 @@ def _without_engines(num_replicas: int) -> Replicas:
             block_size=BLOCK_SIZE,
         )
     )
-    replicas._sinks._sinks[0] = lambda _: None
+    replicas.sinks._sinks[0] = lambda _: None
     for one in replicas.each:
         link: Any = _NoEngine()
         one._supervisor.link = link

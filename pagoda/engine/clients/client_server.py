@@ -146,7 +146,7 @@ class ClientServer:
             services = {name: partial(service, index) for name, service in self._services.items()}
             services |= {"listen": partial(self._listen, index), **_services_of(self._engine, index)}
             connection = self._connections[index] = _Connection(self._engine, index, reader, writer, services)
-            self._engine.connect(index, connection.pass_on)
+            self._engine.sinks.connect(index, connection.pass_on)
             try:
                 connection.send(wire.Connected(index, sizes))
                 connection.send(self._report_of(()))
@@ -160,7 +160,8 @@ class ClientServer:
             finally:
                 self._listen(index, begins=False)
                 del self._connections[index]
-                self._engine.disconnect(index)
+                self._engine.sinks.disconnect(index)
+                self._engine.abort_all(index)
                 connection.calls.end(WorkerDied(f"client {index} has left"))
                 self._on_left(index)
 

@@ -22,7 +22,7 @@ from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.engine import wire
 from pagoda.engine.clients.calls import Calls
-from pagoda.engine.clients.client_outputs import ClientOutputs, Sink, Sinks
+from pagoda.engine.clients.client_outputs import ClientOutputs, Sinks
 from pagoda.engine.clients.journal import Journal, JournalEntry, Suspects, error_outputs
 from pagoda.engine.clients.router import PrefixIndex, ReplicaLoad, StepCosts
 from pagoda.engine.clients.supervisor import Supervisor
@@ -42,7 +42,7 @@ ENGINE_MODULE = "pagoda.assembly.engine_process"
 class ProcessClient(ClientOutputs):
     """An EngineCoreClient over a child process (ZeroMQ, msgpack), and the way to it for clients in other processes.
 
-    The methods of EngineCoreClient are those of client 0. Others `connect`, and give their index with each call.
+    The methods of EngineCoreClient are those of client 0. Others connect to `sinks`, and give their index in each call.
     index: of this client.
     step_timeout_s: an engine that has work and makes no progress for so long counts as dead; see EngineLink.
     module: what the child process runs.   number: of this engine among replicas, which share their `sinks`.
@@ -62,7 +62,7 @@ class ProcessClient(ClientOutputs):
         self._supervisor = Supervisor(config, module, step_timeout_s, self, number)
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
-        self._sinks = Sinks(self._outputs.put_nowait) if sinks is None else sinks
+        self.sinks = Sinks(self._outputs.put_nowait) if sinks is None else sinks
         self._suspects = Suspects(self._journal)
         self._calls = Calls(self._send, {})  # of the engine, or of none
         self._calls.end(_NO_ENGINE)
@@ -89,7 +89,7 @@ class ProcessClient(ClientOutputs):
         """Called with the events of the requests of all clients, those of one after those of the other."""
         self.on_change: Callable[[], object] = lambda: None
         """Called when this begins or ceases to take requests, or has none any more."""
-        self.on_gone: Callable[[WorkerDied], object] = self._sinks.put_to_all
+        self.on_gone: Callable[[WorkerDied], object] = self.sinks.put_to_all
         """Called when no engine can be started any more, with the reason."""
 
     # ---- what AsyncEngine calls
@@ -114,7 +114,7 @@ class ProcessClient(ClientOutputs):
 
     def add_request(self, request: Request) -> None:
         if self.died is not None:
-            self._sinks.put(request.client_index, self.died)
+            self.sinks.put(request.client_index, self.died)
             return
         self.adopt(JournalEntry.of(request))
 
@@ -248,16 +248,7 @@ class ProcessClient(ClientOutputs):
         """End the engine process; running requests are dropped. Idempotent."""
         await self._supervisor.shutdown()
 
-    # ---- clients in other processes
-
-    def connect(self, client_index: int, sink: Sink) -> None:
-        """Pass what a client gets to `sink` from now on. No other client may have had this index."""
-        self._sinks.connect(client_index, sink)
-
-    def disconnect(self, client_index: int) -> None:
-        """Abort all requests of a client, which has gone."""
-        self._sinks.disconnect(client_index)
-        self.abort_all(client_index)
+    # ---- clients in other processes, which `sinks` connects
 
     def abort_all(self, client_index: int) -> None:
         """Abort all requests of a client."""
@@ -381,7 +372,7 @@ class ProcessClient(ClientOutputs):
                 self._num_unreported += len(outputs.token_ids) if stats is None else 0
                 if self.on_events is not None:
                     self.on_events(outputs.events)
-                self._sinks.put(client_index, self._journal.record(client_index, outputs, sum(step_tokens)))
+                self.sinks.put(client_index, self._journal.record(client_index, outputs, sum(step_tokens)))
                 if self._suspects.is_probing:
                     self._send_next()
             case wire.CacheChanges(stored, removed):
@@ -431,7 +422,7 @@ class ProcessClient(ClientOutputs):
         rejected = self._suspects.assign_blame(flight, killed_from_outside)
         for entry in rejected:
             message = "this request crashed the engine process repeatedly"
-            self._sinks.put(entry.request.client_index, error_outputs(entry.request, message, live=entry.live))
+            self.sinks.put(entry.request.client_index, error_outputs(entry.request, message, live=entry.live))
         for entry in self._journal:  # from now on, another engine may have them
             entry.entered_process = 0
         self.on_change()
@@ -467,7 +458,7 @@ class ProcessClient(ClientOutputs):
     ) -> None:
         """Finish a request with an error that the engine does not have."""
         self._journal.close(entry.request.key)
-        self._sinks.put(entry.request.client_index, error_outputs(entry.request, message, status, entry.live))
+        self.sinks.put(entry.request.client_index, error_outputs(entry.request, message, status, entry.live))
 
     def _note_idle(self, num_handled: int) -> None:
         link = self._supervisor.link

@@ -22,7 +22,7 @@ from pagoda.core.kv import hashes_of_prompt
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import only_events
 from pagoda.engine import wire
-from pagoda.engine.clients.client_outputs import ClientOutputs, Sink, Sinks
+from pagoda.engine.clients.client_outputs import ClientOutputs, Sinks
 from pagoda.engine.clients.journal import JournalEntry, error_outputs
 from pagoda.engine.clients.process_client import ENGINE_MODULE, ProcessClient
 from pagoda.engine.clients.router import PrefixIndex, RoutedBecause, Router
@@ -46,7 +46,7 @@ class Replicas(ClientOutputs):
     def __init__(self, config: EngineConfig, step_timeout_s: float = 120.0, module: str = ENGINE_MODULE) -> None:
         """As for ProcessClient."""
         super().__init__()
-        self._sinks = Sinks(self._outputs.put_nowait)
+        self.sinks = Sinks(self._outputs.put_nowait)
         seed = tiers_seed(config)  # one for all, so that hashes say which of them has a prefix
         if seed is None:
             seed = secrets.randbits(64)
@@ -57,7 +57,7 @@ class Replicas(ClientOutputs):
         scheduler = config.scheduler
         self._router = Router(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self.each = [
-            ProcessClient(config, step_timeout_s, module, number, self._sinks)
+            ProcessClient(config, step_timeout_s, module, number, self.sinks)
             for number in range(config.server.data_parallel_size)
         ]
         for one in self.each:
@@ -91,7 +91,7 @@ class Replicas(ClientOutputs):
 
     def add_request(self, request: Request) -> None:
         if (died := self.died) is not None:
-            self._sinks.put(request.client_index, died)
+            self.sinks.put(request.client_index, died)
         else:
             self._place(JournalEntry.of(request), self._living)
 
@@ -182,15 +182,10 @@ class Replicas(ClientOutputs):
         """End the engine processes; running requests are dropped. Idempotent."""
         await asyncio.gather(*(one.shutdown() for one in self.each))
 
-    # ---- clients in other processes
+    # ---- clients in other processes, which `sinks` connects
 
-    def connect(self, client_index: int, sink: Sink) -> None:
-        """Pass what a client gets to `sink` from now on. No other client may have had this index."""
-        self._sinks.connect(client_index, sink)
-
-    def disconnect(self, client_index: int) -> None:
-        """Abort all requests of a client, which has gone."""
-        self._sinks.disconnect(client_index)
+    def abort_all(self, client_index: int) -> None:
+        """Abort all requests of a client."""
         for one in self.each:
             one.abort_all(client_index)
 
@@ -260,7 +255,7 @@ class Replicas(ClientOutputs):
                 except Exception as error:  # the others go on
                     logger.exception("request %s could not be moved", shown_id(entry.request.request_id))
                     reason = f"the request could not be moved to another replica: {type(error).__name__}: {error}"
-                    self._sinks.put(entry.request.client_index, error_outputs(entry.request, reason, live=entry.live))
+                    self.sinks.put(entry.request.client_index, error_outputs(entry.request, reason, live=entry.live))
         for one in self.each:
             idle = next((other for other in ready if other.is_idle), None)
             if idle is not None and (suspects := one.release_suspects()):
@@ -273,12 +268,12 @@ class Replicas(ClientOutputs):
         """Tell the client of a request where it goes."""
         client_index, handle = entry.request.key
         event = Routed(0, time.monotonic(), client_index, handle, one.number + 1, because.value)
-        self._sinks.put(client_index, only_events([event]))
+        self.sinks.put(client_index, only_events([event]))
 
     def _on_gone(self, error: WorkerDied) -> None:
         """No engine of a replica can be started any more: the others go on, if there are others."""
         if self.died is not None:
-            self._sinks.put_to_all(error)
+            self.sinks.put_to_all(error)
         else:
             logger.error("%d of %d replicas go on", len(self._living), len(self.each))
             self._move_waiting()

@@ -249,7 +249,7 @@ def test_a_client_that_reads_late_gets_all_and_one_that_never_reads_is_left_and_
             num_steps += 1
             assert num_steps < 1000
             for index in (1, 2, 3) if num_steps <= 40 else (1, 3):
-                engine._sinks.put(index, step)
+                engine.sinks.put(index, step)
             assert (await quick.next_outputs()).handles.tolist() == step.handles.tolist()
         assert left == [3]
         codec, num_read = wire.Codec(wire.FromServer), 0

@@ -122,7 +122,7 @@ def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path:
         await server.start(path)
         survivors = [await start(seed, 200) for seed in range(2)]
         victim = await start(9, 220)
-        while len(client._sinks._sinks) < 4:
+        while len(client.sinks._sinks) < 4:
             await asyncio.sleep(0.01)
         for each in (*survivors, victim):
             assert each.stdin is not None
