@@ -159,7 +159,7 @@ def _commit_any(
         if sequence is None or sequence.is_finished:
             continue
         tokens = result.sampled[i, : result.num_sampled[i]].tolist()
-        if sequence.row < 0 and tokens and not sequence.request.has_output:
+        if sequence.row < 0 and tokens:
             note_first_output(state, sequence.request)  # its row was forgotten
         num_kept[i] = _append(state, sequence, tokens)
     pooled: dict[int, dict[int, np.ndarray]] = {}
@@ -170,8 +170,7 @@ def _commit_any(
         if sequence is None or sequence.is_finished:
             continue
         spec = sequence.request.spec
-        if not sequence.request.has_output:  # it was preempted or swapped out while in flight; its vector is complete
-            note_first_output(state, sequence.request)
+        note_first_output(state, sequence.request)  # also if it was preempted or swapped out while in flight
         finish_sequence(state, sequence, RequestStatus.FINISHED_STOPPED)
         pooled.setdefault(spec.client_index, {})[spec.handle] = vector
     state.stats.generation_tokens += int(num_kept.sum())
@@ -226,7 +225,7 @@ def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunn
             continue
         message = result.failed[row]
         request = sequence.request
-        state.events.write(Failed, request.spec, output.step, message)
+        state.events.write(Failed, request.spec, message)
         if row in state.batch.leaders and len(request.unfinished) > 1 and not request.spec.is_beam_search:
             spoiled.add(request)  # its siblings, which wait for the row, start again in their turn
             state.batch.release_siblings(row)
@@ -235,7 +234,7 @@ def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunn
     spoiled.update(one.request for one in sequences if one is not None and not one.is_finished)
     spoiled.update(request for request in waiting if request.key in state.requests)
     for request in sorted(spoiled, key=lambda one: -one.admission):  # so that the queue keeps their order
-        state.events.write(Failed, request.spec, output.step, None)
+        state.events.write(Failed, request.spec, None)
         recompute(state, request)
     for run in lost_runs:  # no request holds its output any more
         state.encoder.cache.evict(run.content_hash)

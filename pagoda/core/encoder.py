@@ -162,7 +162,7 @@ class EncoderInputs:
         self.cache = EncoderCache(cache_tokens)
         self._table = table
         self._events = events
-        self._whole_items = whole_items
+        self.whole_items = whole_items
         self._rows: dict[int, RequestState] = {}
 
     # Chunks of rows
@@ -176,23 +176,8 @@ class EncoderInputs:
 
         Cached items are referenced at once. row: -1 for a request that would enter.
         """
-        is_watched = request.spec.media and (row < 0 or row in self._rows)
-        return self._plan_media(plan, request, start, num_new) if is_watched else Chunk(num_new)
-
-    def place(self, plan: StepPlan, request: RequestState, row: int, chunk: Chunk) -> None:
-        """The chunk is placed: its items run in this step."""
-        num_cached = chunk.num_found + len(chunk.repeated)
-        for item in chunk.to_encode:
-            media = request.spec.media[item]
-            num_cached += not self.cache.add(request, item)
-            plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, media.content_hash))
-            plan.encoder_budget -= media.length
-        for item in chunk.repeated:
-            self.cache.touch(request, item)
-        if num_items := len(chunk.to_encode) + len(chunk.repeated) + chunk.num_found:
-            self._events.write(Encoded, request.spec, num_items, num_cached)
-
-    def _plan_media(self, plan: StepPlan, request: RequestState, start: int, num_new: int) -> Chunk:
+        if not request.spec.media or (row >= 0 and row not in self._rows):
+            return Chunk(num_new)
         chunk = Chunk(num_new, Reason.ENCODER)
         budget, planned = plan.encoder_budget, 0
         hashes: set[str] = set()
@@ -205,7 +190,7 @@ class EncoderInputs:
             elif at.end <= start:
                 continue
             if not self.encoder_decoder:
-                if self._whole_items and start + num_new < at.end:
+                if self.whole_items and start + num_new < at.end:
                     chunk.num_new = max(0, at.offset - start)
                     break
                 if at.content_hash in hashes:
@@ -222,6 +207,19 @@ class EncoderInputs:
             hashes.add(at.content_hash)
             chunk.to_encode.append(item)
         return chunk
+
+    def place(self, plan: StepPlan, request: RequestState, row: int, chunk: Chunk) -> None:
+        """The chunk is placed: its items run in this step."""
+        num_cached = chunk.num_found + len(chunk.repeated)
+        for item in chunk.to_encode:
+            media = request.spec.media[item]
+            num_cached += not self.cache.add(request, item)
+            plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, media.content_hash))
+            plan.encoder_budget -= media.length
+        for item in chunk.repeated:
+            self.cache.touch(request, item)
+        if num_items := len(chunk.to_encode) + len(chunk.repeated) + chunk.num_found:
+            self._events.write(Encoded, request.spec, num_items, num_cached)
 
     # Rows come, compute and go
 

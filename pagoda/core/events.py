@@ -192,10 +192,9 @@ class Copied(RequestEvent):
 class Failed(RequestEvent):
     """A row of one of its sequences failed, or read what a failed row should have written.
 
-    failed_step: the step in which the row failed.   message: why; None if the request is computed again.
+    message: why; None if the request is computed again.
     """
 
-    failed_step: int
     message: str | None
 
 

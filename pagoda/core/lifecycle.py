@@ -64,7 +64,7 @@ def _check(state: SchedulerState, request: Request) -> None:
     for item in request.media:
         if item.length > limit:
             raise RequestError(f"a media item has {item.length} tokens; the encoder takes {limit}", "media")
-        if state.whole_items and item.length > most:
+        if state.encoder.whole_items and item.length > most:
             raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
 
 
@@ -132,15 +132,14 @@ def give_row(state: SchedulerState, sequence: Sequence, num_computed: int, sourc
 def note_first_outputs(state: SchedulerState, rows: np.ndarray) -> None:
     """`rows` emit a token, which is the first one of some requests."""
     for row in state.batch.take_awaiting(rows):
-        request = state.table.owner(row).request
-        if not request.has_output:  # or another sequence has emitted it
-            note_first_output(state, request)
+        note_first_output(state, state.table.owner(row).request)
 
 
 def note_first_output(state: SchedulerState, request: RequestState) -> None:
-    """The request emits its first token."""
-    request.has_output = True
-    state.events.write(FirstToken, request.spec, request.spec.num_prompt_tokens)
+    """The request emits a token or its vector, unless another sequence has: its first one."""
+    if not request.has_output:
+        request.has_output = True
+        state.events.write(FirstToken, request.spec, request.spec.num_prompt_tokens)
 
 
 # Out of the running batch

@@ -150,7 +150,7 @@ def fit_chunks(
     limits = np.zeros(len(rows), np.int8)
     if plan.row_cap:  # neither drafts are capped, nor a media item that must stay whole
         caps = np.maximum(plan.row_cap, 1 + state.drafts.num_offered[rows])
-        if state.whole_items:
+        if state.encoder.whole_items:
             for i in state.encoder.where_media(rows):
                 longest = _longest_item(state, state.table.owner(int(rows[i])).request, int(start[i]))
                 caps[i] = max(int(caps[i]), longest)
@@ -245,7 +245,7 @@ def place_chunks(
 
 def _longest_item(state: SchedulerState, request: RequestState, start: int) -> int:
     """Return the tokens of the longest media item from `start` on that must stay whole; 0 if there is none."""
-    media = request.spec.media if state.whole_items else ()
+    media = request.spec.media if state.encoder.whole_items else ()
     return max((item.length for item in media if item.end > start), default=0)
 
 

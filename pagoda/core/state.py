@@ -65,7 +65,7 @@ class SchedulerState:
     preempted, finished: requests, since the last step.
     waiting, swapped: requests without KV, and with KV in host memory.
     preparations: of grammars and adapters; None if no request needs any.
-    is_phased, cuts_prompts: what the settings say of steps and of prompts.   whole_items: media items are never split.
+    is_phased, cuts_prompts: what the settings say of steps and of prompts.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class SchedulerState:
         self.preparations = preparations
         self.is_phased = config.scheduling_mode is SchedulingMode.PHASED
         self.cuts_prompts = config.enable_chunked_prefill and not self.is_phased
-        self.whole_items = config.no_partial_media and not encoder_decoder
         sizing = KVSizing.of(kv_groups, cache.block_size, max_model_len, config)
         has_windows, is_async = any(group.is_window for group in sizing.groups), config.async_scheduling
 
@@ -124,7 +123,7 @@ class SchedulerState:
             config.encoder_cache_tokens,
             config.encoder_budget,
             encoder_decoder=encoder_decoder,
-            whole_items=self.whole_items,
+            whole_items=config.no_partial_media and not encoder_decoder,
         )
         self.in_flight = StepsInFlight()
         self.batch = RunningBatch(self.table, self.kv.tables, self.in_flight, self.drafts, config)

@@ -83,11 +83,9 @@ def joined_views(views: Sequence[SchedulerView]) -> SchedulerView:
         running, swapped = running + view.num_running, swapped + num_swapped
     order = np.argsort(np.concatenate(columns))
     turn = np.argsort(np.concatenate([np.arange(len(view.next_handles)) for view in views]), kind="stable")
-    cells = [_owned_by(view.cells, places, view.blocks_per_cell) for view, places in zip(views, columns, strict=True)]
-    host = [
-        _owned_by(view.host_cells, places, view.blocks_per_cell) for view, places in zip(views, columns, strict=True)
-    ]
-    values, host_values = np.concatenate(cells), np.concatenate(host)
+    each = list(zip(views, columns, strict=True))
+    values = np.concatenate([_blocks_of(view.cells, places, view) for view, places in each])
+    host_values = np.concatenate([_blocks_of(view.host_cells, places, view) for view, places in each])
     per_cell = max(1, -(-max(len(values), len(host_values)) // MAX_CELLS))
     return SchedulerView(
         num_running=num_running,
@@ -103,12 +101,12 @@ def joined_views(views: Sequence[SchedulerView]) -> SchedulerView:
     )
 
 
-def _owned_by(cells: np.ndarray, places: np.ndarray, blocks_per_cell: int) -> np.ndarray:
+def _blocks_of(cells: np.ndarray, places: np.ndarray, view: SchedulerView) -> np.ndarray:
     """Return the value of each block, of owners that are at other places of the columns now."""
     values = cells.astype(np.intp)
     is_owned = values >= FIRST_OWNER
     values[is_owned] = places[values[is_owned] - FIRST_OWNER] + FIRST_OWNER
-    return np.repeat(values, blocks_per_cell)
+    return np.repeat(values, view.blocks_per_cell)
 
 
 def _cells(values: np.ndarray, per_cell: int) -> np.ndarray:

@@ -35,7 +35,7 @@ STORY = (
     Admitted(3, 12.0, 1, 1, AdmitKind.NEW, *ENTERED),
     Copied(3, 12.0, 1, 1, 0, 5, 6),
     DraftsVerified(4, 12.5, 1, (1,), (0,), (4,), (2,)),
-    Failed(4, 12.5, 1, 1, 3, None),
+    Failed(4, 12.5, 1, 1, None),
     Ended(5, 13.0, 1, 1, "b", 0, RequestStatus.FINISHED_STOPPED),
     Admitted(6, 13.0, 0, 1, AdmitKind.RESUMED, *ENTERED),
     Preempted(7, 14.0, 0, 1, None, None, "recompute", 3, 1),  # a reset of the prefix cache

@@ -67,7 +67,7 @@ def name_of(client: int, handle: int) -> str | None:
         ),
         (FirstToken(*AT, 9), "first token"),
         (Pinned(*AT, 0, 1, 300), "keeps 1 block in the prefix cache for 300 seconds"),
-        (Failed(*AT, 6, None), "a step failed; it is computed again"),
+        (Failed(*AT, None), "a step failed; it is computed again"),
         (Copied(*AT, 0, 1, 2), None),
     ],
 )

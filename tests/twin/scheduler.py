@@ -1051,13 +1051,13 @@ class TwinScheduler:
                 self._forget_all(entry)
         for entry in failed:
             if self._counts(entry):
-                self.events.append(Failed(*self._at(entry.state), step.number, message))
+                self.events.append(Failed(*self._at(entry.state), message))
                 if self._fail_sequence(entry.state, entry.sequence):
                     touched.add(entry.state)
         touched |= {entry.state for entry in bad if self._counts(entry)}
         touched |= {self.requests[request_id] for request_id in waiting if request_id in self.requests}
         for state in sorted(touched, key=lambda one: -one.admission):
-            self.events.append(Failed(*self._at(state), step.number, None))
+            self.events.append(Failed(*self._at(state), None))
             if state.status == "running":
                 self._preempt(state, None, may_swap=False)
             elif state.status == "swapped":

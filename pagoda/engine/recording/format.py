@@ -26,18 +26,17 @@ from pagoda.core.kv import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 
-VERSION = 2
+VERSION = 3
 Line = dict[str, Any]
 _UNSAID = ("time_s", "request_id", "message", "stop_reason")
 """Fields of events that differ between runs, or name what callers sent."""
-_STEPS = ("step", "failed_step")
 
 
 def described(event: Event, num_before: int = 0) -> list[Any]:
     """Return what a run and its replay must agree on, as JSON has it.   num_before: steps before the file."""
     fields = {name for kind in type(event).__mro__ for name in getattr(kind, "__slots__", ())}
     values = {name: getattr(event, name) for name in sorted(fields) if name not in _UNSAID}
-    values |= {name: values[name] - num_before for name in _STEPS if name in values}
+    values["step"] -= num_before
     return [type(event).__name__, msgspec.json.decode(msgspec.json.encode(values, enc_hook=str))]
 
 
