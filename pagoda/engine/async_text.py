@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.lora import LoRARequest
@@ -20,7 +20,7 @@ from pagoda.engine.answers.same_message import MessageForm
 from pagoda.engine.images.source import has_remote_images
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat, WrittenChat
-from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.input_processor import InputProcessor, RequestFields
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompt_encoder import EncodedPrompt
 from pagoda.engine.inputs.prompts import Prompt, size_of
@@ -110,10 +110,8 @@ class AsyncText:
         request_id: str,
         *,
         arrival_time_s: float,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: Adapter | None = None,
         add_special_tokens: bool = True,
+        **fields: Unpack[RequestFields],
     ) -> Request:
         """Tokenise and validate a prompt and its parameters, like InputProcessor.process. Raises RequestError."""
         inputs, params = self._inputs, copy.copy(params)  # the caller may change theirs while the prompt is read
@@ -128,15 +126,7 @@ class AsyncText:
             params = await self.prepare_params(params)
 
         def make() -> Request:
-            return inputs.make_request(
-                request_id,
-                encoded,
-                params,
-                arrival_time_s=arrival_time_s,
-                priority=priority,
-                cache_salt=cache_salt,
-                lora=lora,
-            )
+            return inputs.make_request(request_id, encoded, params, arrival_time_s=arrival_time_s, **fields)
 
         given = params.params if isinstance(params, PreparedParams) else params
         num_tokens = len(encoded.token_ids)

@@ -1,7 +1,7 @@
 """TextEngine: prompts in, texts out, one step at a time, on the caller's thread."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.outputs import RequestOutput
@@ -9,8 +9,7 @@ from pagoda.core.events import CacheEvent, Event
 from pagoda.core.request import Request, RequestStatus
 from pagoda.engine.chrome_trace import ChromeTrace
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.inputs.adapters import Adapter
-from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.input_processor import InputProcessor, RequestFields
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor
@@ -25,26 +24,9 @@ class TextEngine:
         self._outputs = OutputProcessor(input_processor.tokenizer)
         self._is_traced = False
 
-    def prepare(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: Adapter | None = None,
-    ) -> Request:
+    def prepare(self, request_id: str, prompt: Prompt, params: Params, **fields: Unpack[RequestFields]) -> Request:
         """Tokenise and validate a prompt and its parameters. Raises RequestError. Thread-safe, unlike all else."""
-        return self.input_processor.process(
-            request_id,
-            prompt,
-            params,
-            arrival_time_s=self.core.now(),
-            priority=priority,
-            cache_salt=cache_salt,
-            lora=lora,
-        )
+        return self.input_processor.process(request_id, prompt, params, arrival_time_s=self.core.now(), **fields)
 
     def add(self, request: Request, kind: OutputKind, prompt: str | None = None) -> None:
         """Queue a prepared request. If it raises, nothing is queued: RequestError for an id in use, for example."""

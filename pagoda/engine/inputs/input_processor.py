@@ -6,7 +6,7 @@ import itertools
 import operator
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import SupportsIndex
+from typing import SupportsIndex, TypedDict, Unpack
 
 import numpy as np
 
@@ -27,6 +27,14 @@ from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 _SEED_BITS = 62  # leaves room in an int64 for `seed + sequence`
+
+
+class RequestFields(TypedDict, total=False):
+    """What else a request has, as arguments of `make_request`, and of what calls that."""
+
+    priority: int
+    cache_salt: str | None
+    lora: Adapter | None
 
 
 class InputProcessor:
@@ -78,27 +86,12 @@ class InputProcessor:
         """Of the engine's client that gets the requests; each draws seeds of its own."""
 
     def process(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params,
-        *,
-        arrival_time_s: float,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: Adapter | None = None,
+        self, request_id: str, prompt: Prompt, params: Params, *, arrival_time_s: float, **fields: Unpack[RequestFields]
     ) -> Request:
         """Tokenise and validate a prompt and its parameters. Raises RequestError."""
         self.check_before_tokenising(prompt, params)
-        return self.make_request(
-            request_id,
-            self.prompts.read(prompt, keep=self.num_kept(params)),
-            params,
-            arrival_time_s=arrival_time_s,
-            priority=priority,
-            cache_salt=cache_salt,
-            lora=lora,
-        )
+        encoded = self.prompts.read(prompt, keep=self.num_kept(params))
+        return self.make_request(request_id, encoded, params, arrival_time_s=arrival_time_s, **fields)
 
     def tokenized(self, prompts: Sequence[Prompt], params: Sequence[Params]) -> Sequence[Prompt]:
         """Return prompts with the token ids of those that are texts, which are encoded together: that is faster.
