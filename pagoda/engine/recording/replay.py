@@ -98,6 +98,7 @@ def _run(
     comparison: StepComparison | None,
 ) -> Replay:
     player = Player(settings, lines, with_tokens=lines[0]["with_tokens"], comparison=comparison)
+    difference: Difference | None = None
     began_s = time.monotonic()
     for number, line in enumerate(lines[1:], 2):
         if speed:
@@ -111,18 +112,17 @@ def _run(
             raise
         except (PagodaError, LookupError, ValueError) as error:
             text = f"it cannot go on: {type(error).__name__}: {error}"
-            return Replay(
-                player.num_requests, player.num_steps, cut, Difference(number, player.num_steps, str(recorded), text)
-            )
+            difference = Difference(number, player.num_steps, str(recorded), text)
+            break
         if not selection.has(line, player.num_steps):
             continue
         recorded, replayed = selection.of_call(recorded), selection.of_call(replayed)
         if replayed != recorded:
             difference = _difference(number, player.num_steps, recorded, replayed)
-            return Replay(player.num_requests, player.num_steps, cut, difference)
-    if not cut and player.num_unfinished:
+            break
+    if not cut and difference is None and player.num_unfinished:
         cut = f"{player.num_unfinished} requests had not ended: the engine died, or still ran"
-    return Replay(player.num_requests, player.num_steps, cut, None)
+    return Replay(player.num_requests, player.num_steps, cut, difference)
 
 
 def _difference(number: int, step: int, recorded: list[Any], replayed: list[Any]) -> Difference:
