@@ -365,6 +365,19 @@ class SamplingParams:
                 )
 
     @property
+    def named_token_ids(self) -> dict[str, tuple[int, ...]]:
+        """All token ids that it names, by field: a model must have them."""
+        return {
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "stop_token_ids": self.stop_token_ids,
+            "logprob_token_ids": self.logprob_token_ids or (),
+            "logit_bias": tuple(token for token, _ in self.logit_bias),
+            "bad_words_token_ids": tuple(token for word in self.bad_words_token_ids for token in word),
+            "forced_eos_token_id": () if self.forced_eos_token_id is None else (self.forced_eos_token_id,),
+            "speech": () if self.speech is None else self.speech.token_ids,
+        }
+
+    @property
     def rule(self) -> OutputRule | None:
         """What the engine makes the output follow, None for any output. A budget needs `reasoning`."""
         if self.thinking_token_budget is not None and self.reasoning is not None:

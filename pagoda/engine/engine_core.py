@@ -318,19 +318,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
         bad = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
         raise RequestError(f"prompt token id {bad} is out of vocabulary (0 .. {vocab_size - 1})", "prompt")
-    params = request.sampling
-    if params is None:
-        return
-    named = {
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "stop_token_ids": params.stop_token_ids,
-        "logprob_token_ids": params.logprob_token_ids or (),
-        "logit_bias": tuple(token for token, _ in params.logit_bias),
-        "bad_words_token_ids": tuple(token for word in params.bad_words_token_ids for token in word),
-        "forced_eos_token_id": () if params.forced_eos_token_id is None else (params.forced_eos_token_id,),
-        "speech": () if params.speech is None else params.speech.token_ids,
-    }
-    for name, ids in named.items():
+    for name, ids in request.sampling.named_token_ids.items() if request.sampling is not None else ():
         if ids and not 0 <= (worst := min(ids) if min(ids) < 0 else max(ids)) < vocab_size:
             raise RequestError(f"{name}: id {worst} is out of vocabulary (0 .. {vocab_size - 1})", name)
 

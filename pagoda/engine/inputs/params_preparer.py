@@ -99,16 +99,9 @@ class ParamsPreparer:
             limits.of_request.check("logprob_entries", params.n * (params.logprobs + 1), "logprobs")
         if params.beam_search is not None:
             self._check_beams(params)
-        limits.check_ids("stop_token_ids", params.stop_token_ids)
-        limits.check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        limits.check_ids("logprob_token_ids", params.logprob_token_ids or ())
-        forced = params.forced_eos_token_id
-        limits.check_ids("forced_eos_token_id", () if forced is None else (forced,))
-        limits.check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
-        limits.check_ids("speech", params.speech.token_ids if params.speech is not None else ())
         params = self._tokenize_bad_words(params)
-        for sequence in params.bad_words_token_ids:
-            limits.check_ids("bad_words_token_ids", sequence)
+        for name, ids in params.named_token_ids.items():
+            limits.check_ids(name, ids)
         if params.grammar is not None:
             raise RequestError("grammar is for the engine to set; set structured_outputs", "structured_outputs")
         if params.thinking_token_budget is not None:
