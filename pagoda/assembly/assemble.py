@@ -128,7 +128,7 @@ def build_engine_core(
         tier=tier,
     )
     if publisher is not None:
-        core.subscribe_to_cache(publisher.note, publisher.close)
+        core.subscribe(publisher.note, cache=True, close=publisher.close)
     return core
 
 

@@ -48,7 +48,7 @@ class EngineServer:
         self._core = core
         self._cache_changes: dict[bytes, bool] = {}  # whether a hash is found now
         if tells_cache:
-            core.subscribe_to_cache(self._note_cache)
+            core.subscribe(self._note_cache, cache=True)
         self._socket = socket
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0

@@ -22,7 +22,7 @@ from pagoda.core.view import SchedulerView
 from pagoda.engine.executor import Executor
 from pagoda.engine.flight_recorder import FlightRecorder
 from pagoda.engine.preparations import ExecutorPreparations
-from pagoda.engine.step_strip import StepNote, StepStrip
+from pagoda.engine.step_strip import StepStrip
 from pagoda.engine.wire import EngineSizes
 from pagoda.models.base import Encoder, check_media
 from pagoda.worker.calls import StepProfile
@@ -150,12 +150,6 @@ class EngineCore:
         """Finish one sequence from outside (a stop string was found); the request's other sequences continue."""
         self._scheduler.finish_sequence(key, sequence, status)
 
-    def subscribe_to_cache(self, fold: Fold, close: Callable[[], object] | None = None) -> None:
-        """Give `fold` every event from now on, those of the prefix cache included.   close: called at shutdown."""
-        self._scheduler.subscribe(fold, cache=True)
-        if close is not None:
-            self._closes.append(close)
-
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work. Steps in flight count, even if all their requests have finished."""
         return self._scheduler.has_unfinished_requests() or bool(self._in_flight)
@@ -217,15 +211,11 @@ class EngineCore:
         """Empty the prefix cache. Return False, changing nothing, if blocks are in use and preempt_running is False."""
         return self._scheduler.reset_prefix_cache(preempt_running)
 
-    def load_adapter(self, lora: LoraRef) -> None:
-        """Read a LoRA adapter, so that the first request that uses it need not wait.
-
-        Raises RequestError if it cannot be used.
-        """
-        self.end_load_adapter(lora, self.begin_load_adapter(lora))
-
     def begin_load_adapter(self, lora: LoraRef) -> "Future[Any]":
-        """Begin to read a LoRA adapter; steps go on meanwhile. When the future is done, call `end_load_adapter`."""
+        """Begin to read a LoRA adapter, so that the first request that uses it need not wait; steps go on meanwhile.
+
+        When the future is done, call `end_load_adapter`.
+        """
         preparations = self._require_adapters()
         self._release_rows()
         return preparations.begin_load(lora)
@@ -273,18 +263,13 @@ class EngineCore:
         """Return what runs now and who has which blocks."""
         return self._scheduler.view()
 
-    def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
-        """Give `fold` every event from now on (see Scheduler.subscribe)."""
+    def subscribe(
+        self, fold: Fold, *, cache: bool = False, close: Callable[[], object] | None = None
+    ) -> Callable[[], None]:
+        """Give `fold` every event from now on (see Scheduler.subscribe).   close: called at shutdown."""
+        if close is not None:
+            self._closes.append(close)
         return self._scheduler.subscribe(fold, cache=cache)
-
-    def note_steps(self, on_step: Callable[[StepNote], object]) -> Callable[[], None]:
-        """Give `on_step` each step that ends from now on, maybe on another thread. Return what ends that."""
-        self.strip.on_step = on_step
-
-        def end() -> None:
-            self.strip.on_step = None
-
-        return end
 
     @property
     def explain(self) -> DecisionLog:

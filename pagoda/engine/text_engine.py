@@ -74,11 +74,12 @@ class TextEngine:
             if not isinstance(event, CacheEvent):
                 trace.add(event)
 
-        ends = (core.subscribe(add), core.note_steps(trace.add_step))
+        unsubscribe = core.subscribe(add)
+        core.strip.on_step = trace.add_step
 
         def end() -> dict[str, Any]:
-            for one in ends:
-                one()
+            unsubscribe()
+            core.strip.on_step = None
             self._is_traced = False
             return trace.written(core.now())
 

@@ -367,11 +367,11 @@ def test_steps_are_noted_with_the_prompt_tokens_of_requests_that_ran_before() ->
     core, notes = make_core(fake, max_num_seqs=4, max_num_batched_tokens=8), list[StepNote]()
     core.add_request(request(0, list(range(20)), SamplingParams(max_tokens=3, n=2, ignore_eos=True)))
     core.step()
-    end = core.note_steps(notes.append)
+    core.strip.on_step = notes.append
     core.step()
     core.step()
     core.step()
-    end()
+    core.strip.on_step = None
     core.step()
     assert [(note.num_prompt_tokens, note.num_sampled) for note in notes] == [(8, 0), (4, 2), (0, 2)]
 
@@ -384,7 +384,7 @@ def test_an_adapter_that_is_loaded_or_unloaded_takes_no_events_from_clients(call
     core.add_request(request(0, [5, 6, 7], SamplingParams(max_tokens=9)))
     core.step()
     core.abort([(0, 0)])
-    (core.load_adapter if call == "load" else core.unload_adapter)(lora)
+    (core.begin_load_adapter if call == "load" else core.unload_adapter)(lora)
     assert core.has_unfinished_requests(), "its client does not know yet"
     (ended,) = core.step()[0].ends
     assert (ended.request_id, ended.status) == ("r0", RequestStatus.FINISHED_ABORTED)
