@@ -3,7 +3,7 @@
 import codecs
 import logging
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +12,17 @@ import numpy as np
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagoda.base.outputs import RequestOutputKind as OutputKind
-from pagoda.core.events import Admitted, ClientEvent, DraftsVerified, Ended, Held, Preempted, Queued
+from pagoda.core.events import (
+    Admitted,
+    ClientEvent,
+    DraftsVerified,
+    Ended,
+    Held,
+    Preempted,
+    Queued,
+    RequestEvent,
+    Routed,
+)
 from pagoda.core.request import Reason, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
 from pagoda.engine.outputs.detokenizer import Detokenizer, StopStrings
@@ -53,8 +63,7 @@ class OutputProcessor:
         self._is_lazy = is_lazy
         self._by_handle: dict[int, _OpenRequest] = {}
         self._by_id: dict[str, _OpenRequest] = {}
-        self._scheduler_s = 0.0  # of all engines so far
-        self._engine_scheduler_s = 0.0  # of the last one: the next begins at 0
+        self._schedulers: defaultdict[int, _SchedulerTime] = defaultdict(_SchedulerTime)  # by replica; 0: of one engine
         # Prompts of one request have the same stop strings, and so have most requests of one program.
         self._stops: weakref.WeakValueDictionary[tuple[str, ...], StopStrings] = weakref.WeakValueDictionary()
 
@@ -85,7 +94,7 @@ class OutputProcessor:
         assert request.request_id not in self._by_id
         assert request.handle not in self._by_handle
         state = _OpenRequest(request, kind, prompt, self._tokenizer, self._stops_of(request))
-        state.scheduler_began_s = self._scheduler_s
+        state.run_on(self._schedulers[0])
         if sent_s is not None:
             state.end_admission(sent_s)
         self._by_handle[request.handle] = self._by_id[request.request_id] = state
@@ -101,7 +110,7 @@ class OutputProcessor:
     def process(self, outputs: EngineCoreOutputs, now_s: float) -> ProcessedOutputs:
         """Process one step's outputs. Ignore tokens of requests and sequences that have finished meanwhile."""
         done = ProcessedOutputs()
-        self._note_time(outputs.scheduler_s)
+        self._note_time(outputs)
         touched: dict[int, _OpenRequest] = {}
         ends = {(end.handle, end.sequence): end for end in outputs.ends}
         for event in outputs.events:
@@ -146,11 +155,12 @@ class OutputProcessor:
             self._emit(state, now_s, done.outputs)
         return done
 
-    def _note_time(self, scheduler_s: float) -> None:
-        if scheduler_s:
-            is_same_engine = scheduler_s >= self._engine_scheduler_s
-            self._scheduler_s += scheduler_s - (self._engine_scheduler_s if is_same_engine else 0.0)
-            self._engine_scheduler_s = scheduler_s
+    def _note_time(self, outputs: EngineCoreOutputs) -> None:
+        if outputs.scheduler_s:  # all is of requests of one engine
+            events = (event.handle for event in outputs.events if isinstance(event, RequestEvent))
+            states = map(self._by_handle.get, (*outputs.handles.tolist(), *events))
+            if (state := next(filter(None, states), None)) is not None:
+                state.scheduler.note(outputs.scheduler_s)
 
     def _note(self, event: ClientEvent) -> None:
         """Add an event to the metrics of its request."""
@@ -158,6 +168,9 @@ class OutputProcessor:
             case Queued() | Held() | Admitted() | Preempted():
                 if (state := self._by_handle.get(event.handle)) is not None:
                     state.note(event)
+            case Routed():
+                if (state := self._by_handle.get(event.handle)) is not None:
+                    state.run_on(self._schedulers[event.replica])
             case DraftsVerified(handles=handles, num_drafted=drafted, num_accepted=accepted):
                 for handle, num_drafted, num_accepted in zip(handles, drafted, accepted, strict=True):
                     if (state := self._by_handle.get(handle)) is not None:
@@ -191,13 +204,27 @@ class OutputProcessor:
             state.metrics.first_token_time = now_s
         if state.metrics.first_token_time is not None:
             state.metrics.last_token_time = now_s
-        state.metrics.scheduler_time = self._scheduler_s - state.scheduler_began_s
+        state.metrics.scheduler_time = state.scheduler_s
         finished = all(sequence.is_done for sequence in state.sequences)
         if finished:
             state.metrics.finished_time = now_s
             self.close(state.request.request_id)
         if finished or state.kind is not OutputKind.FINAL_ONLY:
             into.append(state.output(finished))
+
+
+@dataclass(slots=True)
+class _SchedulerTime:
+    """What an engine's scheduler has taken, as far as this client has seen.   last_s: that the engine has told."""
+
+    total_s: float = 0.0
+    last_s: float | None = None
+
+    def note(self, told_s: float) -> None:
+        """told_s: since the engine process began, which may be another one than before."""
+        if self.last_s is not None:
+            self.total_s += told_s - (self.last_s if told_s >= self.last_s else 0.0)
+        self.last_s = told_s
 
 
 class _OpenRequest:
@@ -215,7 +242,7 @@ class _OpenRequest:
             OutputSequence(request, index, is_final_only, tokenizer, stops) for index in range(request.num_seqs)
         ]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
-        self.scheduler_began_s = 0.0
+        self.scheduler, self._scheduler_began_s = _SchedulerTime(), 0.0
         self._waits_for, self._waits_since_s = ADMISSION, request.arrival_time_s
         self._preempted_s: float | None = None  # since when it waits to run again
         self.last: Queued | Held | Admitted | Preempted | None = None
@@ -228,6 +255,16 @@ class _OpenRequest:
         if params is not None and params.prompt_logprobs is not None:
             shown_with = tokenizer if params.detokenize else None
             self.prompt_logprobs = PromptLogprobs(self.prompt_token_ids, params.prompt_logprobs, shown_with)
+
+    def run_on(self, scheduler: _SchedulerTime) -> None:
+        """From now on, it is a request of this scheduler's engine."""
+        self._scheduler_began_s = scheduler.total_s - self.scheduler_s
+        self.scheduler = scheduler
+
+    @property
+    def scheduler_s(self) -> float:
+        """Seconds that schedulers took while this was a request of their engines."""
+        return self.scheduler.total_s - self._scheduler_began_s
 
     def note(self, event: Queued | Held | Admitted | Preempted) -> None:
         """Record what the request waited for, and when it ran. What was before its first step is not changed later."""

@@ -5,7 +5,7 @@ import pytest
 
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.events import Admitted, ClientEvent, Ended, Events, Held, Preempted, Queued
+from pagoda.core.events import Admitted, ClientEvent, Ended, Events, Held, Preempted, Queued, Routed
 from pagoda.core.request import AdmitKind, Reason, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
 from pagoda.engine.outputs import output_processor
@@ -337,15 +337,31 @@ def test_a_step_in_parts_gives_what_it_gives_at_once(most: int) -> None:
 def test_the_schedulers_time_counts_while_a_request_waits_or_runs_also_across_engines() -> None:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(1), OutputKind.DELTA)
-    processor.process(core_outputs([(1, 0, [72])], scheduler_s=2.0), 11.0)
+    processor.process(core_outputs([(1, 0, [72])], scheduler_s=2.0), 11.0)  # the engine is older than this client
     processor.open(request(2), OutputKind.DELTA)
     (first,) = processor.process(core_outputs([(1, 0, [72])], scheduler_s=2.5), 12.0).outputs
     assert first.metrics is not None
-    assert (first.metrics.scheduler_time, first.metrics.last_token_time) == (2.5, 12.0)
+    assert (first.metrics.scheduler_time, first.metrics.last_token_time) == (0.5, 12.0)
     processor.process(core_outputs([(2, 0, [72])], scheduler_s=0.25), 13.0)  # of the next engine
     (second,) = processor.process(core_outputs([(2, 0, [72])], (end(2, LENGTH),), scheduler_s=1.0), 14.0).outputs
     assert second.metrics is not None
     assert second.metrics.scheduler_time == 1.5
+
+
+def test_the_schedulers_of_replicas_take_their_time_apart() -> None:
+    processor = OutputProcessor(ByteTokenizer())
+    for handle in (1, 2):
+        processor.open(request(handle), OutputKind.CUMULATIVE)
+        processor.process(core_outputs([], (Routed(0, 0.0, 0, handle, handle, "it has least to do"),)), 10.0)
+
+    def step(handle: int, scheduler_s: float) -> float:
+        (output,) = processor.process(core_outputs([(handle, 0, [72])], scheduler_s=scheduler_s), 11.0).outputs
+        assert output.metrics is not None
+        return output.metrics.scheduler_time
+
+    assert [step(1, 5.0), step(2, 1.0), step(1, 5.5), step(2, 1.25)] == [0.0, 0.0, 0.5, 0.25]
+    processor.process(core_outputs([], (Routed(0, 0.0, 0, 1, 2, "its replica has ended"),)), 12.0)
+    assert [step(1, 1.5), step(2, 2.0), step(1, 2.25)] == [0.75, 1.0, 1.5]
 
 
 def test_what_a_request_waited_for_and_what_preemptions_cost_is_in_its_metrics() -> None:
