@@ -204,7 +204,8 @@ class ServerConfig:
         str,
         Setting(
             "Tool calls: auto (by template), none, hermes, llama_json, pythonic, mistral, granite, deepseek_v3, "
-            "deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, apertus, cohere, gemma4, lfm2, olmo3, nemotron, "
+            "deepseek_v31, deepseek_v32, deepseek_v4, mistral3, kimi, qwen3_coder, seed, minimax, minimax_m1, "
+            "minimax_m3, apertus, cohere, gemma4, lfm2, olmo3, nemotron, "
             "hunyuan, glm, harmony."
         ),
     ] = "auto"

@@ -147,6 +147,7 @@ NAMED = '{"name": "Bob", "age": 3}'
 SHARED_PIECES = [*' \n[]{},;1"', '"x"', "prose", NAMED, "٢"]
 CALL = '{"name": "f", "arguments": {"a": [1]}}'
 SECTION = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool"]
+M3 = "]<]minimax[>["
 TAGS = ["<tool_call>", "</tool_call>", "<tool"]
 PIECES: dict[str, list[str]] = {
     "hermes": ["<tool_call>", "</tool_call>", "<tool", CALL],
@@ -163,6 +164,9 @@ PIECES: dict[str, list[str]] = {
         "<|message|>",
         '{"a": 1}',
         "<|call|>",
+        "<|start|>assistant",
+        " to=functions.",
+        "<|channel|>commentary json",
     ],
     "mistral3": ["[TOOL_CALLS]", "[TOOL", "f", "[ARGS]", '{"a": "]{"}'],
     "kimi": ["<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", '{"a": 1}', "<|tool_call_end|>"],
@@ -194,6 +198,20 @@ PIECES: dict[str, list[str]] = {
         *("<minimax:tool_call>", "</minimax:tool_call>", "<minimax:", '<invoke name="f">', "</invoke>"),
         *('<parameter name="s">', '<parameter name="n">', "</parameter>", "7"),
     ],
+    "minimax_m1": ["<tool_calls>", "</tool_calls>", "<tool", CALL, f"{CALL}\n{CALL}", '{"a": 1}'],
+    "minimax_m3": [
+        *(M3, f"{M3}<tool_call>", f"{M3}</tool_call>", f'{M3}<invoke name="f">', f"{M3}</invoke>", "]<]mini"),
+        *(f"{M3}<s>", f"{M3}</s>", f"{M3}<o>", f"{M3}</o>", f"{M3}<item>", f"{M3}</item>", "7"),
+    ],
+    "deepseek_v32": [
+        *("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "<｜DSML", '<｜DSML｜invoke name="f">'),
+        *("</｜DSML｜invoke>", '<｜DSML｜parameter name="s"', ' string="true"', ' string="false"', ">"),
+        *("</｜DSML｜parameter>", "7"),
+    ],
+    "deepseek_v4": [
+        *("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>"),
+        *('<｜DSML｜parameter name="s" string="true">', '<｜DSML｜parameter name="n">', "</｜DSML｜parameter>", "7"),
+    ],
     "glm": [*TAGS, "f\n", "<arg_key>s</arg_key>", "<arg_key>n</arg_key>", "<arg_value>", "</arg_value>", "7", '"'],
 }
 
@@ -223,6 +241,13 @@ def without(marks: tuple[str, ...], text: str) -> str:
 
 ARGUMENTS = {"s": 'a "quoted"\n\\ line', "n": 7, "o": {"k": [1, None]}}
 _PYTHON = f"f(s={json.dumps(ARGUMENTS['s'])}, n=7, o={{'k': [1, None]}})"
+CALLED = json.dumps({"name": "f", "arguments": ARGUMENTS})
+_DSML = "<｜DSML｜{0}>\n{1}</｜DSML｜{0}>"
+_DSML_CALL = (
+    f'<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="true">{ARGUMENTS["s"]}</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="false">7</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="o" string="false">{"k": [1, null]}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+)
 WRITTEN: dict[str, str] = {
     "hermes": f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>\n' * 2,
     "llama_json": "; ".join([json.dumps({"name": "f", "parameters": ARGUMENTS})] * 2),
@@ -273,6 +298,16 @@ WRITTEN: dict[str, str] = {
         * 2
         + "</minimax:tool_call>\n"
     ),
+    "minimax_m1": f"<tool_calls>\n{CALLED}\n{CALLED}\n</tool_calls>",
+    "minimax_m3": f"{M3}<tool_call>\n"
+    + (
+        f'|<invoke name="f">|<s>{ARGUMENTS["s"]}|</s>|<n>7|</n>|<o>|<k>|<item>1|</item>|<item>null|</item>|</k>|</o>'
+        "|</invoke>\n"
+    ).replace("|", M3)
+    * 2
+    + f"{M3}</tool_call>",
+    "deepseek_v32": _DSML.format("function_calls", _DSML_CALL * 2),
+    "deepseek_v4": _DSML.format("tool_calls", _DSML_CALL * 2),
     "glm": (
         f"<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>{ARGUMENTS['s']}</arg_value>\n<arg_key>n</arg_key>\n"
         '<arg_value>7</arg_value>\n<arg_key>o</arg_key>\n<arg_value>{"k": [1, null]}</arg_value>\n</tool_call>\n'
@@ -298,6 +333,11 @@ def test_calls_in_every_format(name: str, data: st.DataObject) -> None:
         ("seed", "</seed:tool_call>"),
         ("apertus", "<|tools_suffix|>"),
         ("minimax", "</invoke>"),
+        ("minimax_m1", "</tool_calls>"),
+        ("minimax_m3", M3 + "</s>"),
+        ("minimax_m3", M3 + "</invoke>"),
+        ("deepseek_v32", "</｜DSML｜invoke>"),
+        ("deepseek_v4", "</｜DSML｜tool_calls>"),
         ("kimi", "<|tool_call_end|>"),
         ("deepseek_v31", "<｜tool▁call▁end｜>"),
         ("cohere", "<|END_ACTION|>"),
@@ -337,7 +377,8 @@ def test_a_call_that_is_cut_off_leaves_no_text(name: str) -> None:
     for size in range(begins, begins + 40):
         content, calls = read(made(name), list(text[:size]))
         # but for the beginning of the next argument
-        begins = r"[\s<,]*(parameter=|parameter name=\x22|arg_key>)?\w?[=\x22]?(</arg_key>)?\s*(<arg_v\w*)?"
+        begins = r"[\s<,]*(]<]minimax\[>\[<)?(｜DSML｜)?(parameter=|parameter name=\x22|arg_key>)?\w?[=\x22]?"
+        begins += r"(</arg_key>)?\s*(<arg_v\w*)?"
         assert re.fullmatch(begins, content), content
         assert [called for called, _ in calls] == ["f"]
 
@@ -444,6 +485,8 @@ REASONING = [
     ("still at it</think>done", True, "still at it", "done"),
     ("never ends </thi", True, "never ends </thi", ""),
     ("<thin", False, "", "<thin"),
+    ("</think>\n\nyes", False, "", "yes"),
+    ("</thin", False, "", "</thin"),
 ]
 
 
@@ -559,6 +602,14 @@ CHANNELS = [
         [("f", {"x": "<|end"})],
     ),
     (' to=functions.f<|channel|>commentary json<|message|>{"x": 1}', False, "", "", [("f", {"x": 1})]),
+    (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
+        '{"x": 1}<|call|>',
+        False,
+        "a",
+        "",
+        [("f", {"x": 1})],
+    ),
 ]
 
 

@@ -78,8 +78,9 @@ def test_nothing_is_lost_of_what_is_nearly_right(name: str, data: st.DataObject)
     for call in calls:
         assert isinstance(json.loads(call.arguments), dict)
         shown += call.name or "", call.arguments
-    for word in set(WORD.findall(text)):
-        assert sum(one.count(word) for one in shown) >= text.count(word), (word, text, shown)
+    opened = re.sub(r"</\w+", "", text)  # a closing tag may have the name of an argument again
+    for word in set(WORD.findall(opened)):
+        assert sum(one.count(word) for one in shown) >= opened.count(word), (word, text, shown)
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
@@ -172,6 +173,18 @@ def test_a_schema_is_looked_at_before_the_answer_is_read(monkeypatch: pytest.Mon
 # ---- calls that are nearly right
 
 CALL = '{"name": "f", "arguments": {"x": 1}}'
+ROLE = "to=functions.f<|channel|>commentary json<|message|>"
+
+
+def dsml(section: str, attribute: str) -> str:
+    parameter = f'<｜DSML｜parameter name="x"{attribute and " " + attribute}>1</｜DSML｜parameter>'
+    return f'<｜DSML｜{section}>\n<｜DSML｜invoke name="f">\n{parameter}\n</｜DSML｜invoke>\n</｜DSML｜{section}>'
+
+
+def m3(*tags: str) -> str:
+    return "]<]minimax[>[".join(["", "<tool_call>\n", '<invoke name="f">', *tags, "</invoke>\n", "</tool_call>"])
+
+
 NEARLY: list[tuple[str, str, list[tuple[str, Any]], str]] = [
     ("qwen3_coder", "<function=f>\n<parameter=x>\n1\n</parameter>\n</function>", [("f", {"x": 1})], ""),
     (
@@ -223,6 +236,25 @@ NEARLY: list[tuple[str, str, list[tuple[str, Any]], str]] = [
     ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜>", [("f", {})], ""),
     ("deepseek_v31", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x": 1} why<｜tool▁call▁end｜>', [("f", {"x": 1})], "why"),
     ("granite", f"Look. <tool_call> [{CALL}]", [("f", {"x": 1})], "Look."),
+    ("harmony", f" {ROLE}{{}}<|call|>", [("f", {})], ""),
+    ("harmony", f'Look.<|start|>assistant {ROLE}{{"x": 1}}<|call|>', [("f", {"x": 1})], "Look."),
+    ("harmony", "to=functions of time", [], "to=functions of time"),
+    ("minimax_m1", f"<tool_calls>{CALL}{CALL}</tool_calls> so", [("f", {"x": 1})] * 2, "so"),
+    ("minimax_m1", f'<tool_calls>\n{CALL}\n{{"a": 1}}\n</tool_calls>', [("f", {"x": 1})], '{"a": 1}'),
+    ("minimax_m1", '<tool_calls>\n{"a": 1}</tool_calls>', [], '<tool_calls>\n{"a": 1}</tool_calls>'),
+    ("deepseek_v32", dsml("function_calls", 'string="true"'), [("f", {"x": "1"})], ""),
+    ("deepseek_v32", dsml("function_calls", 'string="false"'), [("f", {"x": 1})], ""),
+    ("deepseek_v32", dsml("function_calls", ""), [("f", {"x": 1})], ""),
+    ("deepseek_v4", dsml("tool_calls", 'string="true"'), [("f", {"x": "1"})], ""),
+    ("minimax_m3", m3("<a>1", "</a>", "<b>", "<c>x", "</c>", "</b>"), [("f", {"a": 1, "b": {"c": "x"}})], ""),
+    (
+        "minimax_m3",
+        m3("<l>", "<item>", "<c>1", "</c>", "</item>", "<item>2", "</item>", "</l>", "<d>x", "</d>"),
+        [("f", {"l": [{"c": 1}, 2], "d": "x"})],
+        "",
+    ),
+    ("minimax_m3", m3("<l>", "<item>a", "<b>c")[:-35], [("f", {"l": ["a"], "b": "c"})], ""),
+    ("minimax_m3", m3("<a>", "</a>", "</b>", "why"), [("f", {"a": ""})], "]<]minimax[>[why"),
     ("llama_json", 'I look. {"name": "f", "parameters": {"x": 1}}', [("f", {"x": 1})], "I look."),
     ("llama_json", 'She is {"name": "Ann", "age": 5}.', [], 'She is {"name": "Ann", "age": 5}.'),
     ("pythonic", "[f(x=(1, 2), y=+5, z=-.5)]", [("f", {"x": [1, 2], "y": 5, "z": -0.5})], ""),

@@ -35,6 +35,7 @@ _FORMATS = (
     ReasoningTags("think", "<think>", "</think>", ("\n</think>\n\n",)),
     ReasoningTags("mistral", "[THINK]", "[/THINK]", ("[/THINK]",)),
     ReasoningTags("apertus", "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_suffix|>",)),
+    ReasoningTags("minimax_m3", "<mm:think>", "</mm:think>", ("</mm:think>",)),
     ReasoningTags("seed", "<seed:think>", "</seed:think>", ("</seed:think>",)),
     ReasoningTags(
         "harmony",
@@ -58,6 +59,8 @@ def reasoning_of(template: str | None) -> ReasoningTags | None:
 
 class ReasoningSplitter:
     """Splits text into (reasoning, answer) pieces. Reasoning is only recognised at the beginning of the answer.
+
+    An answer that begins with the closing tag has an empty thought: models write it where they choose not to think.
 
     inside: the prompt ends inside a thought: after its opening tag, as with some templates, or further on.
     """
@@ -86,11 +89,12 @@ class ReasoningSplitter:
             self._at_line_start = not self._text
         if self._state == "before":
             start = self._text.lstrip()
-            if self.tags.begin.startswith(start) and start != self.tags.begin:
+            tags = (self.tags.begin, self.tags.end)
+            if any(tag.startswith(start) and start != tag for tag in tags):
                 return "", ""
             self._state = "inside" if start.startswith(self.tags.begin) else "after"
-            if self._state == "inside":
-                self._skip_newlines(start.removeprefix(self.tags.begin))
+            if (tag := next(filter(start.startswith, tags), None)) is not None:
+                self._skip_newlines(start.removeprefix(tag))
         if self._state == "after":
             answer, self._text = self._text, ""
             return "", answer

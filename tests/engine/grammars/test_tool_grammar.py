@@ -65,6 +65,9 @@ FORCED["pythonic"] = (
 )
 OLMO = '<function_calls>weather(city="Bern")\n</function_calls>'
 OLMO_PAIR = OLMO.replace("\n", "\nnow()\n", 1)
+M1 = '<tool_calls>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_calls>'
+M1_PAIR = M1.replace("}\n", '}\n{"name": "now", "arguments": {}}\n', 1)
+FORCED["minimax_m1"] = ([M1, M1_PAIR], ["", "text", M1 + "x", M1.replace("Bern", "Rom"), M1[: -len("\n</tool_calls>")]])
 FORCED["olmo3"] = ([OLMO, OLMO_PAIR], ["", "text", OLMO + "x", OLMO.replace("Bern", "Rom"), OLMO.replace("\n", "")])
 DEEPSEEK: dict[str, tuple[str, str, str]] = {}
 for name, weather, now, between in (
@@ -83,6 +86,13 @@ for name, weather, now, between in (
         [section, DEEPSEEK[name][1]],
         ["", "text", weather, section + "x", section.replace("Bern", "Rom"), section.replace(weather, "")],
     )
+
+
+ON_LINES = {
+    "olmo3": 'weather(city="Bern")\n',
+    "minimax_m1": '{"name": "weather", "arguments": {"city": "Bern"}}\n',
+}
+"""Formats in which each call ends with a line, which the closing of the section begins with."""
 
 
 def num_calls(text: str) -> int:
@@ -110,6 +120,10 @@ FREE["pythonic"] = (
 FREE["olmo3"] = (
     ["", "text", OLMO, f"text {OLMO_PAIR}", "a < b"],
     [OLMO.replace("Bern", "Rom"), "<function_calls>text"],
+)
+FREE["minimax_m1"] = (
+    ["", "text", M1, f"text {M1_PAIR}", "a < b"],
+    [M1.replace("Bern", "Rom"), "<tool_calls>text"],
 )
 for name, (section, pair, _) in DEEPSEEK.items():
     FREE[name] = (
@@ -140,9 +154,8 @@ def several(name: str, count: int) -> str:
         section, _, call = DEEPSEEK[name]
         return section.replace(call.rstrip(), (call * count).rstrip())
     good = FORCED[name][0][0]
-    if name == "olmo3":
-        call = 'weather(city="Bern")\n'
-        return good.replace(call, call * count)
+    if name in ON_LINES:
+        return good.replace(ON_LINES[name], ON_LINES[name] * count)
     marker = FORMATS[name].list_marker or ""
     inner = good.removeprefix(marker)[1:-1] if FORMATS[name].list_open else good
     joined = FORMATS[name].separator.join([inner] * count)
@@ -377,12 +390,16 @@ def test_formats_are_found_in_templates() -> None:
         calls.replace("tool['type'] + ", ""): "deepseek_v31",
         "of [func_name1(params_name1=params_value1, ...), func_name2(params)]": "pythonic",
         '{"name": function name, "parameters": dictionary}': "llama_json",
+        r"following the format below:\n<tool_calls>\n{\"name\": <tool-name>, ...}": "minimax_m1",
+        "{%- set ns_token = ']<]minimax[>[' -%}{{ ns_token ~ '<tool_call>' }}": "minimax_m3",
+        "{%- set dsml_token = '｜DSML｜' -%}{{ '<' + dsml_token + 'function_calls>' }}": "deepseek_v32",
+        "{%- set dsml_token = '｜DSML｜' -%}{{ '<' + dsml_token + 'tool_calls>' }}": "deepseek_v4",
         "{{ messages }}": None,
     }
     assert {template: parser_for_template(template) for template in found} == found
     # Their forced calls are written as those of hermes are.
     without_grammar = {"apertus", "cohere", "gemma4", "glm", "harmony", "kimi", "lfm2", "minimax", "mistral3"}
-    without_grammar |= {"qwen3_coder", "seed"}
+    without_grammar |= {"qwen3_coder", "seed", "minimax_m3", "deepseek_v32", "deepseek_v4"}
     assert set(TOOL_PARSERS) - set(FORMATS) == without_grammar
 
 

@@ -177,7 +177,12 @@ def test_prompts_are_those_of_transformers(
     ("template", "parser"),
     [
         ("ByteDance-Seed-OSS", "seed"),
+        ("MiniMax-M1", "minimax_m1"),
         ("MiniMax-M2", "minimax"),
+        ("MiniMax-M3", "minimax_m3"),
+        ("deepseek-ai-DeepSeek-V3.2", "deepseek_v32"),
+        ("deepseek-ai-DeepSeek-V4", "deepseek_v4"),
+        ("openai-gpt-oss-120b", "harmony"),
         ("Apertus-8B-Instruct", "apertus"),
         ("GLM-4.6", "glm"),
         ("Qwen3-Coder", "qwen3_coder"),

@@ -16,12 +16,21 @@ from pagoda.engine.answers.tool_parsers.formats import (
     HunyuanParser,
     KimiParser,
     LlamaJsonParser,
+    MiniMaxM1Parser,
     Mistral3Parser,
     MistralParser,
     NemotronParser,
 )
 from pagoda.engine.answers.tool_parsers.pythonic import LFM2Parser, Olmo3Parser, PythonicParser
-from pagoda.engine.answers.tool_parsers.tagged import GLMParser, MiniMaxParser, Qwen3CoderParser, SeedParser
+from pagoda.engine.answers.tool_parsers.tagged import (
+    DeepSeekV4Parser,
+    DeepSeekV32Parser,
+    GLMParser,
+    MiniMaxM3Parser,
+    MiniMaxParser,
+    Qwen3CoderParser,
+    SeedParser,
+)
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool call parser",
@@ -35,6 +44,10 @@ TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
         "hunyuan": HunyuanParser,
         "seed": SeedParser,
         "minimax": MiniMaxParser,
+        "minimax_m1": MiniMaxM1Parser,
+        "minimax_m3": MiniMaxM3Parser,
+        "deepseek_v32": DeepSeekV32Parser,
+        "deepseek_v4": DeepSeekV4Parser,
         "qwen3_coder": Qwen3CoderParser,
         "glm": GLMParser,
         "harmony": HarmonyParser,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Types = frozenset[str]
-_ALL: Types = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+ANY_TYPE: Types = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 MAX_STEPS = 20_000  # tens of milliseconds, for all tools of a request together
 _MAX_DEPTH = 64
 _OTHER = "\ud800"  # an argument that no schema lists: a body's strings are Unicode
@@ -34,12 +34,12 @@ class ArgumentTypes:
         self._schema = schema
         self._names: dict[str, None] = {}  # of the arguments that the schema lists
         self._found: dict[tuple[int, str | None], Types] = {}  # by the schema's id
-        self._others = self._types(schema, _OTHER, 0) or _ALL
+        self._others = self._types(schema, _OTHER, 0) or ANY_TYPE
         self._by_name: dict[str, Types] = {}
         for name in self._names:
-            types = self._types(schema, name, 0) or _ALL
+            types = self._types(schema, name, 0) or ANY_TYPE
             if self.num_steps >= max_steps:
-                self._others = _ALL
+                self._others = ANY_TYPE
                 break
             self._by_name[name] = types
         self._found.clear()
@@ -52,12 +52,12 @@ class ArgumentTypes:
         """Return the types of what the schema describes, or of its property `name`."""
         self.num_steps += 1
         if not isinstance(schema, Mapping):
-            return frozenset() if schema is False and name is None else _ALL
+            return frozenset() if schema is False and name is None else ANY_TYPE
         key = (id(schema), name)
         if key not in self._found:
             if depth > _MAX_DEPTH or self.num_steps >= self._max_steps:
-                return _ALL
-            self._found[key] = _ALL  # of a reference to itself
+                return ANY_TYPE
+            self._found[key] = ANY_TYPE  # of a reference to itself
             self._found[key] = self._combined(schema, name, depth + 1)
         return self._found[key]
 
@@ -81,7 +81,7 @@ class ArgumentTypes:
                 return self._types(properties[name], None, depth)
         others = schema.get("additionalProperties")
         is_said = isinstance(others, Mapping) and "patternProperties" not in schema
-        return self._types(others, None, depth) if is_said else _ALL
+        return self._types(others, None, depth) if is_said else ANY_TYPE
 
     def _target(self, ref: str) -> Any:
         """Return what a JSON pointer of this schema points to; True, which allows all, if there is no such place."""
@@ -113,7 +113,7 @@ def argument_types(schemas: Mapping[str, Any]) -> dict[str, ArgumentTypes]:
 
 
 def _own_types(schema: Mapping[str, Any]) -> Types:
-    found = _ALL
+    found = ANY_TYPE
     stated = schema.get("type")
     if named := [one for one in (stated if isinstance(stated, list) else [stated]) if isinstance(one, str)]:
         found &= frozenset(named)

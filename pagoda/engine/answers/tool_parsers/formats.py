@@ -143,6 +143,24 @@ class NemotronParser(HunyuanParser):
     VLLMS_NAMES = ()
 
 
+class MiniMaxM1Parser(ToolParser):
+    """MiniMax-M1: <tool_calls>, {"name": ..., "arguments": ...} on a line for each call, </tool_calls>."""
+
+    OPEN, CLOSE = "<tool_calls>", "</tool_calls>"
+    MARKS = (r'<tool_calls>\n{"name"',)
+    GRAMMAR = CallFormat(JsonCall("arguments"), separator="\n", list_close="\n</tool_calls>", list_marker=OPEN)
+
+    def read(self) -> Reading[None]:
+        while mark := (yield from self.text_until(self.OPEN)):
+            before, written = self.space + mark, None
+            while written is None and (yield from self.comes("{")):
+                if (written := (yield from self.json_call())) is None:
+                    before = ""
+            self.parsed.add(before + (written or ""))
+            if not before:
+                yield from self.take(self.CLOSE)
+
+
 class ApertusParser(ToolParser):
     """Apertus: <|tools_prefix|>[{NAME: {...}}, ...]<|tools_suffix|>."""
 
@@ -195,13 +213,18 @@ class NamedCallParser(ToolParser):
 
     def read(self) -> Reading[None]:
         while mark := (yield from self.text_until(self.OPEN, *self.OTHERS)):
-            found = (yield from self.head(self.HEAD)) if mark == self.OPEN else None
-            if found is not None:
-                self.begin(found["name"], call_id=found.groupdict().get("id"))
-                yield from self.arguments()
-                yield from self.take(self.FENCE)
-            elif mark == self.OPEN:
-                self.parsed.add(self.space + mark)
+            if mark == self.OPEN:
+                yield from self.call(self.space + mark)
+
+    def call(self, before: str) -> Reading[None]:
+        """Read the rest of a call; `before`, what was read of it, is content if it is none."""
+        found = yield from self.head(self.HEAD)
+        if found is None:
+            self.parsed.add(before)
+            return
+        self.begin(found["name"], call_id=found.groupdict().get("id"))
+        yield from self.arguments()
+        yield from self.take(self.FENCE)
 
 
 class KimiParser(NamedCallParser):
@@ -225,14 +248,30 @@ CHANNEL_CALL = "<|channel|>commentary to=functions."
 
 
 class HarmonyParser(NamedCallParser):
-    """GPT-OSS: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>."""
+    """GPT-OSS: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>.
+
+    As its template writes calls, the recipient is in front of the channel, after the role: which is the prompt's last
+    word in the first message, and <|start|>assistant in others.
+    """
 
     keeps_special_tokens = True
     OPEN = CHANNEL_CALL
-    HEAD = re.compile(r"(?P<name>[^\s<{\[]+)\s*(?:<\|constrain\|>)?(?:json|code|text)?\s*(?:<\|message\|>|(?=\{))")
+    TO = "to=functions."
+    AFTER_ROLE = f"<|start|>assistant {TO}"
+    HEAD = re.compile(
+        r"(?P<name>[^\s<{\[]+)\s*(?:<\|channel\|>(?:commentary|analysis)\s*)?"
+        r"(?:<\|constrain\|>)?(?:json|code|text)?\s*(?:<\|message\|>|(?=\{))"
+    )
     OTHERS = ("<|call|>",)
     MARKS = ("<|channel|>commentary",)
     VLLMS_NAMES = ("openai",)
+
+    def read(self) -> Reading[None]:
+        if taken := (yield from self.take(self.TO)):
+            yield from self.call(taken)
+        while mark := (yield from self.text_until(self.OPEN, self.AFTER_ROLE, *self.OTHERS)):
+            if mark not in self.OTHERS:
+                yield from self.call(self.space + mark)
 
 
 class Gemma4Parser(NamedCallParser):

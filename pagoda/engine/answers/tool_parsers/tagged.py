@@ -3,19 +3,24 @@
 import json
 import re
 
-from pagoda.engine.answers.tool_parsers.argument_types import ANY_ARGUMENTS, Types
+from pagoda.engine.answers.tool_parsers.argument_types import ANY_ARGUMENTS, ANY_TYPE, Types
 from pagoda.engine.answers.tool_parsers.base import Reading, ToolParser, held_back
 from pagoda.engine.answers.tool_parsers.literals import as_json
 
 _NULLS = ("null", "None")
+_MAX_DEPTH = 64
+_CLOSING = re.compile(r"(?:<|</[^<>\s]*)?")
+_STATED: dict[str | None, Types] = {"true": frozenset({"string"}), "false": ANY_TYPE - {"string"}}
+"""The types of a value of which the text says whether it is a string."""
 
 
 class TaggedArgumentsParser(ToolParser):
     """Each argument between tags of its own, as text: it becomes JSON by the type that the tool's schema says.
 
     OPEN: in front of a call; may be missing where CALL_OPEN begins the name.   CALL: the rest of the name.
-    ARGUMENT_OPEN, ARGUMENT: the beginning and the rest of an argument's name, up to its value.   END: of a value; where
-    it is missing, the next argument or the end of the call is.   CALL_END: in front of CLOSE.
+    ARGUMENT_OPEN, ARGUMENT: the beginning and the rest of an argument's name, up to its value, with `type` where the
+    text says that, too (_STATED).   END: of a value; where it is missing, the next argument or the end of the call is.
+    CALL_END: in front of CLOSE.
     PADDING: what may be on either side of a value without being part of it.
     Strings come out as they are written, other values when they are complete.
     """
@@ -45,21 +50,22 @@ class TaggedArgumentsParser(ToolParser):
     def _call(self, name: str) -> Reading[None]:
         types, comma = self.tools.get(name, ANY_ARGUMENTS), ""
         self.begin(name, "{")
-        while (argument := (yield from self._next_argument())) is not None:
+        while (found := (yield from self._next_argument())) is not None:
+            argument = found["name"].strip()
             self.add(f"{comma}{json.dumps(argument, ensure_ascii=False)}: ")
-            yield from self._value(types.of(argument))
+            yield from self._value(_STATED.get(found.groupdict().get("type")) or types.of(argument))
             comma = ", "
         self.add("}")
 
-    def _next_argument(self) -> Reading[str | None]:
-        """Read up to a value; return its name, or None at the end of the call. Text on the way is content."""
+    def _next_argument(self) -> Reading["re.Match[str] | None"]:
+        """Read up to a value; return its ARGUMENT, or None at the end of the call. Text on the way is content."""
         ends = [mark for mark in (self.CALL_END, self.CLOSE) if mark]
         opens = [mark for mark in (self.OPEN, self.CALL_OPEN) if mark]
         marks = (self.ARGUMENT_OPEN, self.END, *ends, *opens)
         while mark := (yield from self.text_until(*marks)):
             if mark == self.ARGUMENT_OPEN:
                 if (found := (yield from self.head(self.ARGUMENT))) is not None:
-                    return found["name"].strip()
+                    return found
                 self.parsed.add(self.space + mark)
             elif mark in opens:
                 self.text = mark + self.text
@@ -134,6 +140,86 @@ class MiniMaxParser(TaggedArgumentsParser):
     ARGUMENT = re.compile(r'(?P<name>[^">\n]+)">')
     MARKS = (OPEN,)
     VLLMS_NAMES = ("minimax_m2",)
+
+
+class DeepSeekV32Parser(TaggedArgumentsParser):
+    """DeepSeek V3.2: <｜DSML｜function_calls>, <｜DSML｜invoke name="NAME"> and its end for each call, within it
+    <｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>, </｜DSML｜function_calls>.
+    """
+
+    OPEN, CLOSE = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+    CALL_OPEN, CALL_END = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
+    CALL = re.compile(r'(?P<name>[^">\n]+)">')
+    ARGUMENT_OPEN, END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
+    ARGUMENT = re.compile(r'(?P<name>[^">\n]+)"(?: string="(?P<type>true|false)")?>')
+    MARKS = ("｜DSML｜", "function_calls>")
+
+
+class DeepSeekV4Parser(DeepSeekV32Parser):
+    """DeepSeek V4: V3.2's format, in <｜DSML｜tool_calls>."""
+
+    OPEN, CLOSE = "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"
+    MARKS = ("｜DSML｜", "tool_calls>")
+
+
+class MiniMaxM3Parser(TaggedArgumentsParser):
+    """MiniMax-M3: <tool_call>, for each call <invoke name="NAME"><KEY>VALUE</KEY></invoke>, </tool_call>, with MARK in
+    front of each tag. Objects are such elements, too, and lists are elements named `item`; of the values in them the
+    schema is not looked at.
+    """
+
+    MARK = "]<]minimax[>["
+    OPEN, CLOSE = MARK + "<tool_call>", MARK + "</tool_call>"
+    CALL_OPEN, CALL_END = MARK + '<invoke name="', MARK + "</invoke>"
+    CALL = re.compile(r'(?P<name>[^">\n]+)">')
+    END, ARGUMENT = MARK, re.compile(r"<(?P<name>/[^<>\s]+|[^</>\s][^<>\n]*)>")
+    MARKS = ("]<]minimax[>[",)
+    keeps_special_tokens = True
+
+    def _call(self, name: str) -> Reading[None]:
+        types = self.tools.get(name, ANY_ARGUMENTS)
+        closings, comma = ["}"], ""
+        self.begin(name, "{")
+        while mark := (yield from self.text_until(self.MARK)):
+            found = yield from self.head(self.ARGUMENT)
+            tag = found["name"] if found is not None else ""
+            if found is None and self.is_over and _CLOSING.fullmatch(self.text):  # the text ends in the middle of one
+                self.text = ""
+            elif found is None:
+                self.parsed.add(self.space + mark)
+            elif tag in ("/invoke", "/tool_call"):
+                yield from self.take(self.CLOSE)
+                break
+            elif tag.startswith("/"):  # of an object or a list
+                if len(closings) > 1:
+                    self.add(closings.pop())
+                    comma = ", "
+            elif tag == "tool_call" or tag.startswith('invoke name="'):
+                self.text = mark + found[0] + self.text
+                break
+            else:
+                while tag != "item" and closings[-1] == "]":  # whose end is missing
+                    self.add(closings.pop())
+                    comma = ", "
+                self.add(comma + (f"{json.dumps(tag, ensure_ascii=False)}: " if closings[-1] == "}" else ""))
+                comma = yield from self._element(tag, types.of(tag) if len(closings) == 1 else ANY_TYPE, closings)
+        else:
+            if self.MARK.startswith(self.text.strip()):  # the text ends in the middle of one
+                self.text = ""
+        self.add("".join(reversed(closings)))
+
+    def _element(self, tag: str, types: Types, closings: list[str]) -> Reading[str]:
+        """Pass on a value, or the beginning of an object or a list; return what separates it from what follows."""
+        is_nested = (yield from self.comes(self.MARK + "<")) and not (yield from self.comes(self.MARK + "</"))
+        if is_nested and len(closings) < _MAX_DEPTH:
+            is_list = "array" in types and ((yield from self.comes(self.MARK + "<item>")) or "object" not in types)
+            self.add("[" if is_list else "{")
+            closings.append("]" if is_list else "}")
+            return ""
+        yield from self._value(types)
+        if not (yield from self.take(f"</{tag}>")) and self.text:
+            self.text = self.MARK + self.text
+        return ", "
 
 
 class GLMParser(TaggedArgumentsParser):
