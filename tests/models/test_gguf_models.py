@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from transformers import PreTrainedModel
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
@@ -28,6 +29,7 @@ from tests.device_under_test import DeviceUnderTest
 from tests.models.gguf_writer import q4_k_m, write_gguf
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import LONGROPE, VOCAB, WIDE, make_model, save
+from tests.models.wide_states import WIDE_STATES
 
 PROMPT = torch.randint(3, VOCAB, (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -137,27 +139,60 @@ def test_native_kernels_multiply_the_codes_of_a_file(
         load_library()
     except NativeUnavailable as error:
         without_native(str(error))
-    model = make_model("llama-tied-biased", **WIDE)
-    write_gguf(model, tmp_path / "model.gguf", IN_BLOCKS[name])
-    ops = on.ops("native")
-    found: dict[str, torch.Tensor] = {}
-    for case, path, quantization in (
-        ("codes", tmp_path / "model.gguf", None),
-        ("dequantised", tmp_path / "model.gguf", "none"),
-        ("values", save(model, tmp_path / "folder"), None),
-    ):
-        loaded = load_model(identify(path), ops, torch.float32, on.device, quantization)
-        weights = [of.value for _, of in parameters(loaded) if isinstance(of.value, PackedWeight)]
-        kinds = {part.record.kind for weight in weights for part in chain_of(weight)}
-        forms = {GGUF_TYPES[kind].form for kind in (("Q4_K", "Q6_K") if name == "Q4_K_M" else (name,))}
-        assert kinds == {form.kind for form in (forms if case == "codes" else {FLOATS["float32"]})}
-        with torch.inference_mode():
-            runner = PagedRunner(ForwardRunner(loaded, ops), 1, 40, torch.float32, block_size=8)
-            found[case] = torch.cat([runner.logits([(0, at, [token])]) for at, token in enumerate(PROMPT[:9])])
+    forms = {GGUF_TYPES[kind].form.kind for kind in (("Q4_K", "Q6_K") if name == "Q4_K_M" else (name,))}
+    found, kinds = of_codes_and_values(make_model("llama-tied-biased", **WIDE), IN_BLOCKS[name], tmp_path, on)
+    assert set[int]().union(*kinds["codes"].values()) == forms
+    assert set[int]().union(*kinds["dequantised"].values(), *kinds["values"].values()) == {FLOATS["float32"].kind}
     assert torch.equal(found["dequantised"], found["values"])
     # The native kernels round inputs to 8 bits.
     assert 0 < (found["codes"] - found["values"]).norm() < 0.06 * found["values"].norm()
     assert int((found["codes"].argmax(-1) == found["values"].argmax(-1)).sum()) >= 8
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon-h1", "nemotron-h", "qwen3.5", "lfm2"])
+def test_native_kernels_multiply_the_codes_of_recurrent_layers(
+    name: str, tmp_path: Path, on: DeviceUnderTest, without_native: Callable[[str], NoReturn]
+) -> None:
+    """Those of what goes into them in Q4_K, of what comes out in Q6_K."""
+    try:
+        load_library()
+    except NativeUnavailable as error:
+        without_native(str(error))
+    model = make_model(name, **{**_LESS.get(name, {}), **WIDE_STATES[name]})
+    found, kinds = of_codes_and_values(model, lambda key: Kind.Q6_K if "out_proj" in key else Kind.Q4_K, tmp_path, on)
+    in_codes = {path.rsplit(".", 2)[1]: forms for path, forms in kinds["codes"].items()}
+    for projection, kind in (("in_proj", "Q4_K"), ("out_proj", "Q6_K")):
+        assert in_codes[projection] == {GGUF_TYPES[kind].form.kind}
+    # Falcon-H1's multipliers are divided out, and Qwen3.5's heads are in another order.
+    tolerance = 1e-5 * float(found["values"].abs().max()) if name in ("falcon-h1", "qwen3.5") else 0
+    torch.testing.assert_close(found["dequantised"], found["values"], rtol=0, atol=tolerance)
+    errors = (found["codes"] - found["values"]).norm(dim=-1) / found["values"].norm(dim=-1)
+    assert 0 < errors.median() < 0.1
+    assert int((found["codes"].argmax(-1) == found["values"].argmax(-1)).sum()) >= 7
+
+
+def of_codes_and_values(
+    model: PreTrainedModel, kind: Kind | Callable[[str], Kind], folder: Path, on: DeviceUnderTest
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, set[int]]]]:
+    """Return logits of a file's codes, of the same dequantised, and of a checkpoint with its values; and the forms of
+    the weights of each, by path.
+    """
+    write_gguf(model, folder / "model.gguf", kind)
+    ops = on.ops("native")
+    found: dict[str, torch.Tensor] = {}
+    kinds: dict[str, dict[str, set[int]]] = {}
+    for case, path, quantization in (
+        ("codes", folder / "model.gguf", None),
+        ("dequantised", folder / "model.gguf", "none"),
+        ("values", save(model, folder / "folder"), None),
+    ):
+        loaded = load_model(identify(path), ops, torch.float32, on.device, quantization)
+        weights = {path: of.value for path, of in parameters(loaded) if isinstance(of.value, PackedWeight)}
+        kinds[case] = {path: {part.record.kind for part in chain_of(weight)} for path, weight in weights.items()}
+        with torch.inference_mode():
+            runner = PagedRunner(ForwardRunner(loaded, ops), 1, 40, torch.float32, block_size=8)
+            found[case] = torch.cat([runner.logits([(0, at, [token])]) for at, token in enumerate(PROMPT[:9])])
+    return found, kinds
 
 
 def chain_of(weight: PackedWeight | None) -> list[PackedWeight]:
