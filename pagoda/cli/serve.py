@@ -1,8 +1,6 @@
 """`pagoda serve`: the HTTP server over an engine process."""
 
-import asyncio
 import logging
-import math
 import os
 import signal
 from collections.abc import Mapping
@@ -98,41 +96,11 @@ async def _serve(configs: list[EngineConfig]) -> None:
     _prepare(config, "api")
     for other in configs[1:]:
         check_settings(other)
-    from pagoda.assembly.model_plans import ModelPlan, plan_models
-    from pagoda.engine.clients.replicas import own_engines
     from pagoda.server.listening import announce, listen
-    from pagoda.server.model_engine import ModelEngine
-    from pagoda.server.model_loader import ModelLoader
+    from pagoda.server.running import running_engines
 
-    timeouts, most_bytes = config.server.server_timeouts, config.server.server_limits.max_models_memory
-    plans, budget = ([ModelPlan(config)], math.inf) if len(configs) == 1 else plan_models(configs, most_bytes)
-    listener = listen(config.server)
-    engines = [ModelEngine(one.config, own_engines(one.config), one.num_bytes, one.sizes) for one in plans]
-    loader = ModelLoader(engines, budget, timeouts.queue_timeout_s)
-    loader.start_first()
-    await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy
-    try:
-        from pagoda.server.app import serve as serve_http
-        from pagoda.server.load_report import report_load
-        from pagoda.server.state import build_state
-        from pagoda.server.telemetry import telemetry_of
+    with listen(config.server) as listener:
+        async with running_engines(configs) as state:
+            from pagoda.server.app import serve as serve_http
 
-        state = await build_state(loader)
-        for one, model in zip(configs, state.models.all, strict=True):
-            await model.adapters.load_modules(one.server.lora_sources)
-        state.telemetry = telemetry_of(os.environ, state.model.name)
-        reports = [
-            asyncio.create_task(
-                report_load(
-                    *(model.name, model.starter.metrics.stats, state.peers.read_counts, model.starter.observed.oldest),
-                    is_one_of_several=len(configs) > 1,
-                )
-            )
-            for model in state.models.all
-        ]
-        await serve_http(state, config.server, listener, lambda: announce(config.server, listener))
-        for report in reports:
-            report.cancel()
-    finally:
-        await loader.close()
-        listener.close()
+            await serve_http(state, config.server, listener, lambda: announce(config.server, listener))

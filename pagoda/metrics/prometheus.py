@@ -111,7 +111,7 @@ class ServerMetrics:
         self._max_loras = max_loras
         self._num_restarts = num_restarts
         self._loads = loads or LoadMetrics()
-        self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
+        self.num_prompts = self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         # All series exist from the start: rate() misses the first event of a series that appears with it.
         self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
         self._refused = Counter[str](dict.fromkeys(REJECTION_REASONS, 0))
@@ -140,8 +140,14 @@ class ServerMetrics:
 
     def on_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens were found in the prefix cache."""
+        self.num_prompts += 1
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached
+
+    @property
+    def mean_uncached(self) -> int:
+        """Tokens of a prompt that were not found in the prefix cache, on average."""
+        return (self.num_prompt_tokens - self.num_cached_tokens) // max(1, self.num_prompts)
 
     def on_first_token(self, seconds: float, is_hit: bool) -> None:
         """Observe the time from arrival to first token.   is_hit: its prompt began with a cached prefix."""

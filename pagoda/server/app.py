@@ -1,10 +1,11 @@
 """The HTTP application, and the process that serves it."""
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -219,63 +220,41 @@ class _Server(uvicorn.Server):
             self._draining = asyncio.create_task(self._drain_then_exit())
 
     async def _drain_then_exit(self) -> None:
-        drain = self._state.drain
-        logger.info(
-            "shutting down: new requests get 503, %d in progress may take another %g s",
-            drain.num_held,
-            self._drain_timeout_s,
-        )
-        if not await drain.wait_until_idle(self._drain_timeout_s):
-            logger.warning("%d requests did not end in time and are aborted", drain.num_held)
-            text = "the server is shutting down; the request was aborted before it was complete"
-            error = ApiError(503, text, retry_after_s=RETRY_AFTER_S)
-            self._state.admission.end_line(error)  # first: they would be admitted in place of those that end
-            self._state.models.end_waits(error)
-            for model in self._state.models.all:
-                model.llm.fail_running(error)
-            if not await drain.wait_until_idle(LAST_ANSWERS_S):
-                # The remaining ones are streams whose clients do not read, and requests that have not started to run.
-                drain.cancel_rest()
-                await drain.wait_until_idle(LAST_ANSWERS_S)
+        await end_requests(self._state, self._drain_timeout_s)
         await self._state.peers.drained()
         await self.accept_from(())
         logger.info("drained: the server ends")
         self.should_exit = True
 
 
-async def serve(
-    state: ServerState, config: ServerConfig, listener: socket.socket, on_ready: Callable[[], object]
-) -> None:
-    """Serve on `listener` until a signal; return when drained. Raises WorkerDied if the engine cannot be restarted.
+async def end_requests(state: ServerState, timeout_s: float) -> None:
+    """Refuse new requests from now on, and return when those in progress have ended: after `timeout_s` with a 503."""
+    drain = state.drain
+    drain.begin()
+    logger.info("shutting down: new requests get 503, %d in progress may take another %g s", drain.num_held, timeout_s)
+    if await drain.wait_until_idle(timeout_s):
+        return
+    logger.warning("%d requests did not end in time and are aborted", drain.num_held)
+    text = "the server is shutting down; the request was aborted before it was complete"
+    error = ApiError(503, text, retry_after_s=RETRY_AFTER_S)
+    state.admission.end_line(error)  # first: they would be admitted in place of those that end
+    state.models.end_waits(error)
+    for model in state.models.all:
+        model.llm.fail_running(error)
+    if not await drain.wait_until_idle(LAST_ANSWERS_S):
+        # The remaining ones are streams whose clients do not read, and requests that have not started to run.
+        drain.cancel_rest()
+        await drain.wait_until_idle(LAST_ANSWERS_S)
 
-    on_ready: called once clients are served.
+
+@contextlib.asynccontextmanager
+async def running_app(state: ServerState, config: ServerConfig) -> AsyncGenerator[ASGIApp]:
+    """Yield the ASGI app of started engines, next to which batches run and a trace is written until the block ends.
+
+    The caller ends the requests in progress before that (`end_requests`).
     """
     logging.getLogger("pagoda.access").disabled = not config.logs.access_log
-    limit = config.server_limits.max_connections
     app = create_app(state, config)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="h11",  # uvicorn's httptools loses the body of a request that offers `Upgrade: h2c`
-            ws="none",
-            forwarded_allow_ips=config.trusted_proxies,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            limit_concurrency=limit + 1 if limit else None,  # uvicorn refuses from this number on
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
-            ssl_certfile=config.tls.ssl_certfile,
-            ssl_keyfile=config.tls.ssl_keyfile,
-            log_config=None,
-            log_level="error",  # its warnings are about what a client did wrong, once per request
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-        ),
-        state,
-        on_ready,
-        config.server_timeouts.drain_timeout_s,
-    )
-    watch = asyncio.create_task(_end_with_engine(server, state))
     worker = BatchWorker(
         *(app, state.owned, config, state.drain, state.models.of),
         died=lambda: state.models.died,
@@ -286,9 +265,8 @@ async def serve(
     trace = asyncio.create_task(write_trace(state, Path(file).expanduser())) if file is not None else None
     keep_objects()
     try:
-        await server.serve(sockets=[listener])
+        yield app
     finally:
-        watch.cancel()
         batches.cancel()
         await asyncio.gather(batches, return_exceptions=True)
         if trace is not None:
@@ -299,6 +277,44 @@ async def serve(
         if state.telemetry is not None:
             await asyncio.to_thread(state.telemetry.close)
         await asyncio.to_thread(state.peers.close)
+
+
+async def serve(
+    state: ServerState, config: ServerConfig, listener: socket.socket, on_ready: Callable[[], object]
+) -> None:
+    """Serve on `listener` until a signal; return when drained. Raises WorkerDied if the engine cannot be restarted.
+
+    on_ready: called once clients are served.
+    """
+    limit = config.server_limits.max_connections
+    async with running_app(state, config) as app:
+        server = _Server(
+            uvicorn.Config(
+                app,
+                http="h11",  # uvicorn's httptools loses the body of a request that offers `Upgrade: h2c`
+                ws="none",
+                forwarded_allow_ips=config.trusted_proxies,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                limit_concurrency=limit + 1 if limit else None,  # uvicorn refuses from this number on
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+                ssl_certfile=config.tls.ssl_certfile,
+                ssl_keyfile=config.tls.ssl_keyfile,
+                log_config=None,
+                log_level="error",  # its warnings are about what a client did wrong, once per request
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+            ),
+            state,
+            on_ready,
+            config.server_timeouts.drain_timeout_s,
+        )
+        watch = asyncio.create_task(_end_with_engine(server, state))
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            watch.cancel()
     if (error := state.models.died) is not None:
         raise error
 

@@ -75,6 +75,7 @@ class ProcessClient(ClientOutputs):
         self._loaded: dict[str, LoraRef] = {}  # adapters, by digest
         self._loads_again: list[asyncio.Task[None]] = []
         self._num_kept = config.model.lora.num_kept
+        self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._num_unloads: Counter[str] = Counter()
         self._takes_loads = asyncio.Event()
         self._stats = self._of_ended = wire.EngineStats()
@@ -100,7 +101,9 @@ class ProcessClient(ClientOutputs):
         Raises ConfigError for settings that cannot work, WorkerDied for an engine that does not start.
         """
         self.is_stopped = False
-        return await self._supervisor.start()
+        sizes = await self._supervisor.start()
+        self._max_num_batched_tokens = sizes.max_num_batched_tokens or self._max_num_batched_tokens
+        return sizes
 
     async def stop(self) -> None:
         """End the engine process, which has no requests any more, until the next `start`. Adapters come back then."""
@@ -275,6 +278,14 @@ class ProcessClient(ClientOutputs):
     def load(self) -> ReplicaLoad:
         """Return what this engine has to do."""
         return ReplicaLoad(self.takes_requests, self._journal.num_seqs, self._journal.num_owed, self.number)
+
+    def queue_s(self, num_more: int = 0) -> float:
+        """Return how long the engine computes until all requests have their next token, and so many more tokens.
+
+        0 while it is not known what steps take.
+        """
+        num_tokens = self._journal.num_owed + num_more
+        return self.costs.seconds(num_tokens, self.load, self._max_num_batched_tokens) if self.costs.are_known else 0.0
 
     def __contains__(self, key: RequestKey) -> bool:
         """Return whether this has an unfinished request."""

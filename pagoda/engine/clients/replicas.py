@@ -210,6 +210,10 @@ class Replicas(ClientOutputs):
         """Whether all engines that are up have work and have made no progress for longer than steps can explain."""
         return self.is_up and all(one.is_stuck for one in self.each if one.is_up)
 
+    def queue_s(self, num_more: int = 0) -> float:
+        """As of a ProcessClient: the least of the replicas."""
+        return min((one.queue_s(num_more) for one in self._living), default=0.0)
+
     @property
     def on_events(self) -> Callable[[Events], object] | None:
         """What is called with the events of the requests of all clients."""

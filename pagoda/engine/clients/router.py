@@ -108,7 +108,7 @@ class StepCosts:
         share = self._weight / seconds  # each second of steps counts as much as any other
         self._sums = [one + share * product for one, product in zip(self._sums, products, strict=True)]
         self._num_reports += 1
-        if self._num_reports >= _MIN_REPORTS:
+        if self.are_known:
             self._fit()
             taken[0] += self._weight * seconds
             taken[1] += self._weight * (self.per_step_s * steps + self.per_token_s * tokens)
@@ -116,6 +116,17 @@ class StepCosts:
     def forget(self, replica: int) -> None:
         """A replica's engine has ended. The next one may be on another device."""
         self._taken.pop(replica, None)
+
+    def seconds(self, num_tokens: int, load: ReplicaLoad, max_num_batched_tokens: int) -> float:
+        """Return how long a replica takes to compute tokens and, in each step of that, one per sequence that it has."""
+        num_steps = -(-num_tokens // max_num_batched_tokens)
+        seconds = self.per_step_s * num_steps + self.per_token_s * (num_tokens + num_steps * load.num_seqs)
+        return self.pace(load.replica) * seconds
+
+    @property
+    def are_known(self) -> bool:
+        """Whether there were enough reports for `seconds` to be seconds."""
+        return self._num_reports >= _MIN_REPORTS
 
     def pace(self, replica: int) -> float:
         """Return how many times as long as expected a replica's steps take; 1 for what may be chance."""
@@ -186,7 +197,5 @@ class Router:
 
         num_new: tokens of the request that are not cached.
         """
-        num_computed, costs = load.num_owed + num_new, self.costs
-        num_steps = -(-num_computed // self.max_num_batched_tokens)
-        seconds = costs.per_step_s * num_steps + costs.per_token_s * (num_computed + num_steps * load.num_seqs)
-        return max(0, load.num_seqs + num_seqs - self.max_num_seqs), costs.pace(load.replica) * seconds
+        seconds = self.costs.seconds(load.num_owed + num_new, load, self.max_num_batched_tokens)
+        return max(0, load.num_seqs + num_seqs - self.max_num_seqs), seconds
