@@ -202,7 +202,9 @@ def main() -> None:
     if data is None:
         place.remove()
         return
-    end_with_parent(stdin, place.remove)
+    at_end = contextlib.ExitStack()
+    at_end.callback(place.remove)
+    end_with_parent(stdin, at_end.close)
     socket = zmq.Context().socket(zmq.PAIR)
     socket.connect(place.address(SOCKET))
     codec = wire.Codec(wire.ToEngine)
@@ -223,6 +225,7 @@ def main() -> None:
         socket.send(codec.encode(wire.StartFailed(text, isinstance(error, ConfigError | CapacityError))))
         socket.close(linger=1000)
         sys.exit(1)
+    at_end.callback(core.flush)
     keep_objects()
     socket.send(codec.encode(wire.Ready(core.sizes)))
     EngineServer(core, socket, tells_cache=config.server.data_parallel_size > 1).run()

@@ -46,7 +46,7 @@ class EngineTier(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the pool."""
+        """Write what still waits, as far as that goes in a short time, and let go of the pool. Idempotent."""
         ...
 
 
@@ -276,11 +276,15 @@ class EngineCore:
         """The decisions of the last `decision_log_steps` steps; empty if that is 0."""
         return self._scheduler.explain
 
+    def flush(self) -> None:
+        """Let the tier write what it still has to, as far as that goes in a short time. From any thread. Idempotent."""
+        if self._tier is not None:
+            self._tier.close()
+
     def shutdown(self) -> None:
         """Shut down the executor; drop steps in flight. Idempotent."""
         self._in_flight.clear()
-        if self._tier is not None:
-            self._tier.close()
+        self.flush()
         self._executor.shutdown()
         while self._closes:
             self._closes.pop()()

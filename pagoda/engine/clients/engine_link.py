@@ -20,6 +20,7 @@ logger = logging.getLogger("pagoda.engine")
 
 WATCH_INTERVAL_S = 0.1
 STUCK_AFTER_S = 30.0  # without progress an engine is reported as stuck, before it counts as hung
+GRACE_S = 5.0  # which an engine has to end: it may still write KV blocks to a tier
 FINAL_MESSAGES_S = 0.05  # a dead engine's last messages may still be on their way
 
 # More rows than any scheduler has. Too few would only mean missing suspects after a crash.
@@ -123,7 +124,7 @@ class EngineLink:
     def end(self) -> None:
         """End the process, and with it this."""
         self.was_ended = True
-        self.process.process.kill()
+        asyncio.get_running_loop().run_in_executor(None, end_child, self.process.process, GRACE_S)
 
     async def receive(self) -> wire.FromEngine | None:
         """Return the next message; None once the process has ended or hangs."""

@@ -11,7 +11,7 @@ import zmq.asyncio
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.engine import wire
-from pagoda.engine.clients.engine_link import EngineLink, EngineProcess
+from pagoda.engine.clients.engine_link import GRACE_S, EngineLink, EngineProcess
 from pagoda.engine.flight_recorder import FlightRecord
 from pagoda.process.out_of_memory import describe_exit, hint_of_exit, num_oom_kills
 
@@ -130,7 +130,7 @@ class Supervisor:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
             if self._unclosed is not None:
-                await asyncio.to_thread(self._unclosed.close, 5.0)
+                await asyncio.to_thread(self._unclosed.close, GRACE_S)
             self._unclosed = self.link = None
             self._context.term()
 
