@@ -35,11 +35,12 @@ from pagoda.server.peers import Peers
 from pagoda.server.remote_admission import AnyAdmission
 from pagoda.server.request_starter import RequestStarter
 from pagoda.server.request_state import request_state
-from pagoda.server.seals import server_secret
+from pagoda.server.seals import derived, server_secret
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
 from pagoda.server.served_models import ServedModels
 from pagoda.server.telemetry import Telemetry
+from pagoda.tier import tiers_seed
 
 logger = logging.getLogger("pagoda.server")
 
@@ -200,7 +201,7 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
     hold = shared.loader.holder(engine) if shared.loader.can_unload else None
     model = ServedModel(
         names=names,
-        starter=RequestStarter(llm, shared.admission, metrics, peers.salt_secret, shared.live_ids, hold),
+        starter=RequestStarter(llm, shared.admission, metrics, _salt_secret(config, peers), shared.live_ids, hold),
         adapters=ServedAdapters(llm, names, server.lora_sources.lora_dir),
         max_model_len=sizes.max_model_len,
         chat_template=template,
@@ -227,6 +228,13 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
 
 def _cache_flag(folder: str | None) -> tuple[str, ...]:
     return () if folder is None else ("--cache-dir", folder)
+
+
+def _salt_secret(config: EngineConfig, peers: Peers) -> bytes:
+    """Return the secret of cache salts: with a tier, that of its folder, so that a later server finds its blocks."""
+    if config.cache.kv_tier is None:
+        return peers.salt_secret
+    return derived(str(tiers_seed(config)).encode(), "salts")
 
 
 def _history_of(config: EngineConfig, llm: AsyncEngine, peers: Peers, max_model_len: int) -> History | None:
