@@ -9,6 +9,7 @@ from pagoda.assembly.sizing import adapters_in_memory, embeds_in_memory, encoder
 from pagoda.base.abbreviate import human_bytes
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.kv_tier import host_bytes_of
 from pagoda.engine.wire import EngineSizes
 
 
@@ -36,7 +37,8 @@ def plan_models(configs: Sequence[EngineConfig], budget: int | None) -> tuple[li
         try:
             setup = resolve_engine(config)
             if budget is None:
-                budget = max(0, setup.device.free_bytes() - setup.device.margin_bytes)
+                free = setup.device.free_bytes() - setup.device.margin_bytes
+                budget = max(0, free - host_bytes_of(config.cache.kv_tier))  # which the models share
             plans.append(_plan(config, setup, budget, len(configs)))
         except (ConfigError, CapacityError) as error:
             raise type(error)(f"{config.model.names[0]}: {error}") from error

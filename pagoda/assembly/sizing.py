@@ -3,15 +3,18 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from pagoda.assembly.engine_setup import EngineSetup, largest_ranks, options_of
 from pagoda.base.abbreviate import human_bytes
 from pagoda.base.errors import CapacityError, StepTooLarge
+from pagoda.base.kv_tier import host_bytes_of, read_kv_tier
 from pagoda.base.ranks import RankPlace
 from pagoda.core.kv import BlockCounts
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.shares import read_share
 from pagoda.loading.weight_memory import PreparedAs, adapter_memory, weight_memory
+from pagoda.tier import bytes_in
 from pagoda.worker.calls import Capacity, StepSize
 from pagoda.worker.memory import (
     EmbedsMemory,
@@ -106,6 +109,8 @@ def size_cache(
     on_device = adapters_in_memory(setup) + embeds.device + media.outputs + media.scratch
     on_host = (embeds.host + media.features) // num_ranks
     reserved = on_device + (on_host if is_on_host else 0)
+    tier = host_bytes_of(config.cache.kv_tier) // num_replicas
+    reserved += max(0, tier - _in_host_tier(config.cache.kv_tier) // num_replicas)  # what it has is not free any more
     found: list[KVCapacity] = []
     planned = [] if capacities else [(_free_before_loading(setup, sharing, weights), _block_bytes(setup))]
     for free_bytes, block_bytes in _shares(capacities, num_replicas) or planned:
@@ -131,8 +136,14 @@ def size_cache(
             limit //= num_ranks * config.server.data_parallel_size
         if is_on_host:
             on_host += weights + on_device
-        require_host_memory(capacity, config.cache, limit, on_host, is_on_host)
+        require_host_memory(capacity, config.cache, limit, on_host + tier, is_on_host)
     return capacity
+
+
+def _in_host_tier(kv_tier: str | None) -> int:
+    """Return the bytes that the tier in host memory takes already, as engines that were killed have left it."""
+    spaces = [] if kv_tier is None else read_kv_tier(kv_tier)
+    return sum(min(bytes_in(Path(one.path)), one.max_bytes) for one in spaces if one.tier == "host")
 
 
 def fit_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> tuple[EngineSetup, KVCapacity]:

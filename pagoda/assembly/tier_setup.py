@@ -1,13 +1,18 @@
 """The tier of an engine, as the setting `kv_tier` says."""
 
 import dataclasses
+import logging
+from contextlib import ExitStack
 from pathlib import Path
 
 from pagoda.assembly.engine_setup import EngineSetup
 from pagoda.assembly.identity import root_of_blocks
+from pagoda.base.abbreviate import human_bytes
 from pagoda.base.config import EngineConfig
 from pagoda.base.kv_tier import read_kv_tier
-from pagoda.tier import DiskTier, Records, tiers_seed
+from pagoda.tier import FileTier, Records, hold, tiers_seed
+
+logger = logging.getLogger("pagoda")
 
 
 def with_tiers_seed(config: EngineConfig) -> EngineConfig:
@@ -15,12 +20,18 @@ def with_tiers_seed(config: EngineConfig) -> EngineConfig:
     return dataclasses.replace(config, debug=dataclasses.replace(config.debug, prefix_hash_seed=tiers_seed(config)))
 
 
-def open_tier(setup: EngineSetup) -> DiskTier | None:
-    """Return the tier, which reads its folder from now on; None if the settings ask for none.
+def open_tier(setup: EngineSetup) -> FileTier | None:
+    """Return the tier, which reads its folders from now on; None if the settings ask for none.
 
-    Raises ConfigError if the folder cannot be used.
+    Raises ConfigError if a folder cannot be used.
     """
     if setup.config.cache.kv_tier is None:
         return None
-    space = read_kv_tier(setup.config.cache.kv_tier)
-    return DiskTier(Records(Path(space.path), root_of_blocks(setup), space.max_bytes))
+    spaces, ends = read_kv_tier(setup.config.cache.kv_tier), ExitStack()
+    for space in spaces:
+        if space.tier == "host":
+            ends.callback(hold(Path(space.path), space.max_bytes))
+    root = root_of_blocks(setup)
+    levels = [Records(Path(space.path), root, space.max_bytes, space.tier) for space in spaces]
+    logger.info("KV tier: %s", ", ".join(f"{human_bytes(one.max_bytes)} in {one.path} ({one.tier})" for one in spaces))
+    return FileTier(levels, ends.close)

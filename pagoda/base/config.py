@@ -175,7 +175,7 @@ class CacheConfig:
         str | None,
         Setting(
             "Keep KV blocks in files, too, which outlive the pool and the server: disk=FOLDER:SIZE, such as "
-            "disk=/var/cache/pagoda:64GiB.",
+            "disk=/var/cache/pagoda:64GiB; in memory that engines share: host=SIZE; or both, with a comma between.",
             unset="off",
         ),
     ] = None

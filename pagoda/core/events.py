@@ -247,10 +247,11 @@ class Removed:
 
 @_event
 class TierChanged:
-    """Blocks with these hashes are found in a tier beyond the pool from now on, or no longer."""
+    """Blocks with these hashes are found in a tier beyond the pool from now on, or no longer.   tier: as of Stored."""
 
     step: int
     time_s: float
+    tier: str
     stored: tuple[bytes, ...]
     lost: tuple[bytes, ...]
 

@@ -191,6 +191,8 @@ class Request:
     prior_output: tokens each sequence has emitted already (of a request resumed after the engine died); they count
         as output, are not emitted again, and sampling continues after them. Empty, or one tuple per sequence.
     arrival_time_s: on the engine's clock.   priority: smaller is sooner.
+    cache_salt: cached prefixes are shared where it agrees. What it has before a colon names who may only have so much
+        of a tier.
     encoder_len: encoder tokens of an encoder-decoder request (sizes its cross-attention table), else 0.
     prompt_embeds: of some positions, not empty; None: all have tokens.
     pin: keep its blocks in the prefix cache rather than others.

@@ -7,6 +7,8 @@ It gets each batch from there on in a message of its own, an empty frame before 
 -1. A reader that sees smaller numbers than before reads of a new process, whose first event is AllBlocksCleared.
 
 Hashes are the last 64 bits of ours. They differ in each process (their seed is secret), so readers match by token ids.
+With `kv_tier`, they last as long as its folder. Of blocks that a tier stores or loses, only the hashes are told, as by
+vLLM's offloading: readers know their tokens from when they were stored in the pool.
 """
 
 import contextlib
@@ -25,7 +27,7 @@ import zmq
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.kv_events_config import KVEventsConfig, endpoint_of
-from pagoda.core.events import Event, Removed, Stored
+from pagoda.core.events import CacheEvent, Event, Removed, Stored, TierChanged
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 
 logger = logging.getLogger("pagoda")
@@ -100,7 +102,7 @@ class KVEventPublisher:
         self._replica = replica
         self._topic = config.topic.encode()
         self._max_waiting = config.max_queue_size
-        self._waiting: queue.SimpleQueue[Stored | Removed | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[CacheEvent | None] = queue.SimpleQueue()
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._num_sent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -116,7 +118,7 @@ class KVEventPublisher:
 
     def note(self, event: Event) -> None:
         """Publish an event of the cache; ignore others. A fold."""
-        if isinstance(event, Stored | Removed):
+        if isinstance(event, CacheEvent):
             self._waiting.put(event)
 
     def close(self) -> None:
@@ -161,8 +163,8 @@ class KVEventPublisher:
         with contextlib.suppress(queue.Empty):
             event = self._waiting.get(timeout=None if self._replays is None else _LOOK_AT_REPLAYS_S)
             while event is not None:
-                taken.append(self._told(event))
-                if len(taken) == _MOST_PER_BATCH:
+                taken += self._told(event)
+                if len(taken) >= _MOST_PER_BATCH:
                     break
                 event = self._waiting.get_nowait()
             else:
@@ -177,13 +179,19 @@ class KVEventPublisher:
             is_open = self._waiting.get() is not None
         return [AllBlocksCleared()], is_open
 
-    def _told(self, event: Stored | Removed) -> _Told:
-        spec, medium = self._groups[event.group], _MEDIA[event.tier]
-        hashes = [_number(one) for one in event.hashes]
+    def _told(self, event: CacheEvent) -> list[_Told]:
+        medium = _MEDIA[event.tier]
+        if isinstance(event, TierChanged):
+            stored, lost = ([_number(one) for one in hashes] for hashes in (event.stored, event.lost))
+            told: list[_Told] = []
+            if stored:
+                told.append(BlockStored(stored, None, [], 0, lora_id=None, medium=medium, lora_name=None, group_idx=0))
+            return [*told, BlockRemoved(lost, medium, 0)] if lost else told
+        spec, hashes = self._groups[event.group], [_number(one) for one in event.hashes]
         if isinstance(event, Removed):
-            return BlockRemoved(hashes, medium, event.group)
+            return [BlockRemoved(hashes, medium, event.group)]
         size, lora = self._block_size, event.request.lora
-        return BlockStored(
+        stored_now = BlockStored(
             hashes,
             None if event.parent is None else _number(event.parent),
             np.frombuffer(event.token_ids, np.int32).tolist(),
@@ -196,6 +204,7 @@ class KVEventPublisher:
             kv_cache_spec_kind=_KINDS[spec.kind],
             kv_cache_spec_sliding_window=spec.window if spec.kind is KVGroupKind.WINDOW else None,
         )
+        return [stored_now]
 
     def _publish(self, told: list[_Told]) -> None:
         number = self._num_sent.to_bytes(8, "big")

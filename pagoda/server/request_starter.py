@@ -267,11 +267,16 @@ class RequestStarter(Serving):
                 raise ApiError(400, f"{name}={asked} is more than the model's context of {most} tokens", name)
 
     def salt(self, key: str, asked: str | None) -> str | None:
-        """Return the cache salt: prefixes are only shared between requests with the same API key and cache_salt."""
+        """Return the cache salt: prefixes are only shared between requests with the same API key and cache_salt.
+
+        It begins with the key's own and a colon: see Request.cache_salt.
+        """
         if not key:
             return asked
-        text = f"{key}:{asked or ''}".encode()
-        return hmac.new(self._salt_secret, text, hashlib.sha256).hexdigest()[:32]
+        return ":".join(map(self._digest, (key, f"{key}:{asked or ''}")))
+
+    def _digest(self, text: str) -> str:
+        return hmac.new(self._salt_secret, text.encode(), hashlib.sha256).hexdigest()[:32]
 
 
 def _media_bytes(media: Iterable[MediaItem]) -> int:

@@ -2,6 +2,7 @@
 
     FOLDER/seed                        of the hashes, as a hexadecimal number; mode 0600
     FOLDER/<root>/<2 digits>/<hash>    a record: SHA-256 of root, hash and content; then the content
+    FOLDER/<root>/<2 digits>/<hash>-<owner>    the same, of a caller with a key; owner: 8 digits of a hash
     FOLDER/<root>/writing-<pid>        a record that is being written
 
 root: names everything that the content depends on besides what the hash covers: the model's files, data types, kernels,
@@ -13,11 +14,13 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import secrets
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +34,10 @@ logger = logging.getLogger("pagoda")
 _CHECKSUM_BYTES = 32
 _SEED_BYTES = 15
 _SHARDS = tuple(f"{number:02x}" for number in range(256))
+_FILE_NAME = re.compile("([0-9a-f]{62})(?:-([0-9a-f]{8}))?")
 _LOG_EVERY_S = 60.0
+SHARE = 4
+"""An owner may have one of so many parts of the folder; more, as long as nobody else needs the room."""
 PAUSE_S = 30.0
 """After a record could not be written, none is written for so long."""
 
@@ -63,25 +69,42 @@ def read_seed(folder: Path) -> int:
 
 
 def tiers_seed(config: EngineConfig) -> int | None:
-    """Return the seed of the prefix-cache hashes that the settings give, or the folder of their tier; else None."""
+    """Return the seed of the prefix-cache hashes that the settings give, or a folder of their tier; else None."""
     if config.debug.prefix_hash_seed is not None or config.cache.kv_tier is None:
         return config.debug.prefix_hash_seed
-    return read_seed(Path(read_kv_tier(config.cache.kv_tier).path))
+    return read_seed(Path(read_kv_tier(config.cache.kv_tier)[-1].path))  # that of files outlives that of memory
+
+
+@dataclass(slots=True)
+class _Record:
+    """size: bytes.   owner: see SHARE; "" for callers without keys.   used: grows from one use to the next.
+
+    kept_until_s: on the system's clock; 0: it is not to be kept.
+    """
+
+    size: int
+    owner: str
+    used: float = 0.0
+    kept_until_s: int = 0
 
 
 class Records:
     """The records of one root. Threads may call it; only one may write.
 
     Errors are logged, once a minute of each kind at most, and never raised.
+    tier: the name of the folder in events.
     """
 
-    def __init__(self, folder: Path, root: str, max_bytes: int) -> None:
+    def __init__(self, folder: Path, root: str, max_bytes: int, tier: str = "disk") -> None:
         """max_bytes: of all records in `folder`, those of other roots included."""
+        self.tier = tier
         self._folder, self._root, self._max_bytes = folder, root, max_bytes
         self._own = folder / root
         self._lock = threading.Lock()  # of what follows
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # by root/shard/hash, the one used least recently first
-        self._kept: dict[str, int] = {}  # until which second
+        self._records: dict[str, _Record] = {}  # by root/shard/hash
+        self._orders: dict[tuple[str, bool], OrderedDict[str, None]] = {}  # by owner, and whether to be kept
+        self._bytes_of = Counter[str]()  # by owner
+        self._num_uses = 0
         self._num_bytes = 0
         self._changes: tuple[list[bytes], list[bytes]] = [], []
         self._seen: dict[str, int] = {}  # shard -> its time of modification when it was read
@@ -89,11 +112,11 @@ class Records:
         self._logged: dict[str, tuple[float, int]] = {}
 
     def __contains__(self, block_hash: bytes) -> bool:
-        return self._name(block_hash) in self._sizes
+        return self._name(block_hash) in self._records
 
     def __len__(self) -> int:
         """Records of all roots."""
-        return len(self._sizes)
+        return len(self._records)
 
     @property
     def num_bytes(self) -> int:
@@ -102,6 +125,14 @@ class Records:
     def _name(self, block_hash: bytes) -> str:
         digits = block_hash.hex()
         return f"{self._root}/{digits[:2]}/{digits[2:]}"
+
+    def _path(self, name: str, owner: str) -> Path:
+        return self._folder / (f"{name}-{owner}" if owner else name)
+
+    def owner_of(self, block_hash: bytes) -> str:
+        """Return whose a record is; "" also if it is gone."""
+        record = self._records.get(self._name(block_hash))
+        return record.owner if record is not None else ""
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Return the hashes of records that were added and that were lost, since the last call."""
@@ -117,8 +148,12 @@ class Records:
         A record that is not what it was is removed.
         """
         name = self._name(block_hash)
+        record = self._records.get(name)
+        if record is None:
+            return "a record is gone"
+        path = self._path(name, record.owner)
         try:
-            with open(self._folder / name, "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0) as file:
                 checksum = file.read(_CHECKSUM_BYTES)
                 num_read, view = 0, content.data
                 while num_read < len(view) and (count := file.readinto(view[num_read:])):
@@ -126,14 +161,14 @@ class Records:
             if num_read == len(view) and checksum == self._checksum(block_hash, content):
                 self._use(name, time.time())
                 return ""
-            os.unlink(self._folder / name)
+            os.unlink(path)
             why = "a record is damaged"
         except FileNotFoundError:
             why = "a record is gone"
         except OSError as error:
             why = f"a record cannot be read: {error.strerror}"
         self._lose(name)
-        self._log(f"{why} ({name}); its tokens are computed again")
+        self._log(f"{why} ({path}); its tokens are computed again")
         return why
 
     def _checksum(self, block_hash: bytes, content: np.ndarray) -> bytes:
@@ -141,30 +176,34 @@ class Records:
         digest.update(content.data)
         return digest.digest()
 
-    def _use(self, name: str, at_s: float) -> None:
+    def _use(self, name: str, at_s: float, keep_until_s: int = 0) -> None:
         with self._lock:
-            if name not in self._sizes:
+            if (record := self._records.get(name)) is None:
                 return
-            self._sizes.move_to_end(name)
-            at_s = max(at_s, self._kept.get(name, 0))
+            self._leave_order(name, record)
+            until_s = max(keep_until_s, record.kept_until_s)
+            record.kept_until_s = until_s if until_s > at_s else 0
+            self._enter_order(name, record)
+            at_s = max(at_s, record.kept_until_s)
         with contextlib.suppress(OSError):
-            os.utime(self._folder / name, (at_s, at_s))
+            os.utime(self._path(name, record.owner), (at_s, at_s))
 
     def keep(self, hashes: Sequence[bytes], until_s: int) -> None:
-        """Rather remove other records than these until `until_s` on the system's clock."""
+        """Rather remove other records of their owner than these until `until_s` on the system's clock."""
         for name in map(self._name, hashes):
-            if name in self._sizes:
-                self._kept[name] = max(until_s, self._kept.get(name, 0))
-                self._use(name, until_s)
+            self._use(name, time.time(), until_s)
 
     # Writing
 
-    def write(self, block_hash: bytes, content: np.ndarray) -> None:
-        """Keep a record with `content` (uint8), after others were removed if there is no room."""
+    def write(self, block_hash: bytes, content: np.ndarray, owner: str = "") -> None:
+        """Keep a record with `content` (uint8), after others were removed if there is no room.
+
+        owner: whose it is: 8 hexadecimal digits, or "".
+        """
         name, size = self._name(block_hash), _CHECKSUM_BYTES + len(content)
-        if name in self._sizes or time.monotonic() < self._paused_until_s or not self._make_room(size):
+        if name in self._records or time.monotonic() < self._paused_until_s or not self._make_room(size):
             return
-        path, own = self._folder / name, self._own / f"writing-{os.getpid()}"
+        path, own = self._path(name, owner), self._own / f"writing-{os.getpid()}"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(own, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -177,45 +216,62 @@ class Records:
             with contextlib.suppress(OSError):
                 own.unlink()
             self._paused_until_s = time.monotonic() + PAUSE_S
-            self._log(f"a record cannot be written: {error.strerror}; none is for {PAUSE_S:.0f} s")
+            self._log(f"a record cannot be written to {self._own}: {error.strerror}; none is for {PAUSE_S:.0f} s")
             return
         with self._lock:
-            self._add(name, size)
+            self._add(name, _Record(size, owner))
 
     def _make_room(self, size: int) -> bool:
-        """Remove the records used least recently until there is room. Return whether there is."""
-        num_passed = 0
-        while self._num_bytes + size > self._max_bytes and self._sizes:
+        """Remove records until there is room. Return whether there is."""
+        while self._num_bytes + size > self._max_bytes and self._records:
             with self._lock:
-                name = next(iter(self._sizes))
-                if self._kept.get(name, 0) > time.time() and num_passed < len(self._sizes):
-                    self._sizes.move_to_end(name)
-                    num_passed += 1
-                    continue
+                _, order = min(self._orders.items(), key=self._when_to_go)
+                name = next(iter(order))
+                path = self._path(name, self._records[name].owner)
             with contextlib.suppress(OSError):
-                os.unlink(self._folder / name)
+                os.unlink(path)
             self._lose(name)
         return self._num_bytes + size <= self._max_bytes
 
-    def _add(self, name: str, size: int) -> None:
-        if name in self._sizes:
+    def _when_to_go(self, item: tuple[tuple[str, bool], OrderedDict[str, None]]) -> tuple[bool, bool, float]:
+        """Of owners with more than their share first; of those what is not to be kept; of that the least recent."""
+        (owner, is_kept), order = item
+        return self._bytes_of[owner] * SHARE <= self._max_bytes, is_kept, self._records[next(iter(order))].used
+
+    def _add(self, name: str, record: _Record) -> None:
+        if name in self._records:
             return
-        self._sizes[name] = size
-        self._num_bytes += size
+        self._records[name] = record
+        self._enter_order(name, record)
+        self._num_bytes += record.size
+        self._bytes_of[record.owner] += record.size
         root, shard, rest = name.split("/")
         if root == self._root:
             self._changes[0].append(bytes.fromhex(shard + rest))
 
     def _lose(self, name: str) -> None:
         with self._lock:
-            size = self._sizes.pop(name, None)
-            self._kept.pop(name, None)
-            if size is None:
+            record = self._records.get(name)
+            if record is None:
                 return
-            self._num_bytes -= size
+            self._leave_order(name, record)
+            del self._records[name]
+            self._num_bytes -= record.size
+            self._bytes_of[record.owner] -= record.size
             root, shard, rest = name.split("/")
             if root == self._root:
                 self._changes[1].append(bytes.fromhex(shard + rest))
+
+    def _enter_order(self, name: str, record: _Record) -> None:
+        self._num_uses += 1
+        record.used = self._num_uses
+        self._orders.setdefault((record.owner, record.kept_until_s > 0), OrderedDict())[name] = None
+
+    def _leave_order(self, name: str, record: _Record) -> None:
+        key = record.owner, record.kept_until_s > 0
+        del self._orders[key][name]
+        if not self._orders[key]:
+            del self._orders[key]
 
     # What is there
 
@@ -227,20 +283,22 @@ class Records:
                 self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
                 roots += [one.name for one in os.scandir(self._folder) if one.is_dir() and one.name != self._root]
                 self._remove_unfinished()
-        shards: dict[str, dict[str, os.stat_result]] = {}  # those that have changed: their records
+        shards: dict[str, dict[str, _Record]] = {}  # those that have changed: their records
         for shard in (f"{root}/{digits}" for root in roots for digits in _SHARDS):
             if (there := self._read_shard(shard)) is not None:
                 shards[shard] = there
-        gone = [name for name in tuple(self._sizes) if name not in shards.get(name.rpartition("/")[0], (name,))]
+        gone = [name for name in tuple(self._records) if name not in shards.get(name.rpartition("/")[0], (name,))]
         for name in gone:
             self._lose(name)
-        found = [(facts.st_mtime, name, facts.st_size) for there in shards.values() for name, facts in there.items()]
+        found = [(record.used, name, record) for there in shards.values() for name, record in there.items()]
         now_s = time.time()
         with self._lock:
-            for used_s, name, size in sorted(found):
-                self._add(name, size)
-                if used_s > now_s:
-                    self._kept[name] = max(int(used_s), self._kept.get(name, 0))
+            for used_s, name, record in sorted(found, key=lambda one: one[:2]):
+                record.kept_until_s = int(used_s) if used_s > now_s else 0
+                self._add(name, record)
+            over = [name for name, record in self._records.items() if 0 < record.kept_until_s <= now_s]
+        for name in over:
+            self._use(name, now_s)
         self._make_room(0)
 
     def _remove_unfinished(self) -> None:
@@ -250,18 +308,20 @@ class Records:
             if not Path(f"/proc/{pid}").exists():
                 path.unlink(missing_ok=True)
 
-    def _read_shard(self, shard: str) -> dict[str, os.stat_result] | None:
-        """Return the records of a shard; None if it has not changed since it was read.
+    def _read_shard(self, shard: str) -> dict[str, _Record] | None:
+        """Return the records of a shard, used when their files say; None if it has not changed since it was read.
 
         One of a wrong size is removed when it is read.
         """
+        there: dict[str, _Record] = {}
         try:
             modified_ns = os.stat(self._folder / shard).st_mtime_ns
             if self._seen.get(shard) == modified_ns:
                 return None
-            there = {
-                f"{shard}/{one.name}": one.stat() for one in os.scandir(self._folder / shard) if _is_name(one.name)
-            }
+            for one in os.scandir(self._folder / shard):
+                if (match := _FILE_NAME.fullmatch(one.name)) is not None:
+                    facts = one.stat()
+                    there[f"{shard}/{match[1]}"] = _Record(facts.st_size, match[2] or "", facts.st_mtime)
         except OSError:  # not there, or it changes just now
             return None
         self._seen[shard] = modified_ns
@@ -276,7 +336,3 @@ class Records:
         self._logged[kind] = now_s, 0
         more = f" ({num_since} more like this since the last such line)" if num_since else ""
         logger.warning("kv_tier: %s%s", what, more)
-
-
-def _is_name(digits: str) -> bool:
-    return len(digits) == 62 and all(digit in "0123456789abcdef" for digit in digits)

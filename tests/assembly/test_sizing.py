@@ -110,3 +110,26 @@ def test_a_lowered_max_model_len_leaves_the_encoder_what_it_needs(
     fitted, capacity = fit_cache(setup)
     assert capacity.pool_bytes <= 4096 * per_token
     assert 4000 < fitted.max_model_len <= 4096
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_tier_in_memory_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_replicas: int) -> None:
+    """Replicas share it, and what engines that were killed have left of it is not free any more."""
+    folder, free, tier = tmp_path / "host", 8 * GIB, 2 * GIB
+    monkeypatch.setattr("pagoda.base.kv_tier._HOST_FOLDER", str(folder))
+    monkeypatch.setattr("pagoda.worker.devices.cpu.CpuDevice.free_bytes", lambda self: free)
+    monkeypatch.setattr("pagoda.assembly.sizing.memory_limit", lambda: 8 * GIB)
+    options = {"model": str(write_tiny_llama(tmp_path)), "device": "cpu", "gpu_memory_utilization": 1.0}
+
+    def pool(**more: object) -> int:
+        config = EngineConfig.from_options(**options, data_parallel_size=num_replicas, **more)  # type: ignore[arg-type]
+        return num_replicas * size_cache(resolve_engine(config)).pool_bytes
+
+    without, with_tier = pool(), pool(kv_tier="host=2GiB")
+    assert abs(without - with_tier - tier) < 1 << 17
+    folder.mkdir()
+    (folder / "record").write_bytes(bytes(1 << 20))
+    free -= 1 << 20
+    assert abs(pool(kv_tier="host=2GiB") - with_tier) < 1 << 17
+    with pytest.raises(CapacityError, match="set kv_cache_memory="):
+        pool(kv_tier="host=2GiB", kv_cache_memory=7 * GIB // num_replicas)

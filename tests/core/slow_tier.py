@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from pagoda.core.kv import FilledBlock, Load
+from pagoda.core.kv import FilledBlock, Load, TierChange
 from tests.core.exact_worker import ExactWorker, Name
 
 
@@ -37,9 +37,9 @@ class SlowTier:
     def keep(self, hashes: Sequence[bytes], ttl_s: int) -> None:
         self.kept += hashes
 
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+    def take_changes(self) -> list[TierChange]:
         changes, self._changes = self._changes, ([], [])
-        return changes
+        return [TierChange("disk", *changes)]
 
     # What the test says
 

@@ -22,7 +22,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.kv_events_config import KVEventsConfig, endpoint_of
-from pagoda.core.events import Removed, Stored
+from pagoda.core.events import Removed, Stored, TierChanged
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem, Request
 from pagoda.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventPublisher
@@ -183,6 +183,21 @@ def test_what_else_must_agree_is_told_of_each_block(
     assert (told.lora_name, told.lora_id, told.kv_cache_spec_kind) == ("poet", None, "sliding_window")
     assert (told.kv_cache_spec_sliding_window, told.group_idx) == (8, 1)
     assert (removed.medium, removed.block_hashes) == ("CPU", told.block_hashes[:1])
+    publisher.close()
+
+
+def test_blocks_of_a_tier_are_told_by_their_hashes(
+    config: KVEventsConfig, context: "zmq.Context[zmq.Socket[bytes]]"
+) -> None:
+    publisher = KVEventPublisher(config, [KVGroupSpec()], SIZE)
+    publisher.note(stored(b"a" * 32))
+    publisher.note(TierChanged(1, 0.0, "host", (b"a" * 32,), ()))
+    publisher.note(TierChanged(1, 0.0, "disk", (b"a" * 32, b"b" * 32), (b"c" * 32,)))
+    _, pool, host, disk, lost = Reader(context, config).events_until(BlockRemoved)
+    assert [one.medium for one in (pool, host, disk, lost)] == ["GPU", "CPU", "STORAGE", "STORAGE"]
+    assert host.block_hashes == pool.block_hashes == disk.block_hashes[:1]
+    assert (len(disk.block_hashes), disk.token_ids, disk.group_idx) == (2, [], 0)
+    assert len(lost.block_hashes) == 1
     publisher.close()
 
 

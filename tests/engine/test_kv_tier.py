@@ -15,10 +15,16 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.cost_model import CostModel
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.engine_core import EngineCore
 from pagoda.tier.records import Records
+from tests.engine.byte_llama import write_byte_llama
+from tests.engine.clients.engine_in_process import run_engine
 from tests.engine.driver import Answers, drive, request, write_tiny_llama
 from tests.engine.test_schedules_agree import BASE, traffic
+from tests.generate import generate
+from tests.tier.test_file_tier import until
 
 SMALL = {**BASE, "num_blocks": 40}
 PROMPT = [*range(10, 90)]
@@ -35,14 +41,29 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostModel, "added_s", lambda *_: 0.0)
 
 
+@pytest.fixture(autouse=True)
+def host_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "memory"
+    monkeypatch.setattr("pagoda.base.kv_tier._HOST_FOLDER", str(folder))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[tuple[str, int], list[int]]:
     return run(engine(model)).tokens
 
 
 def engine(model: Path, folder: Path | None = None, size: str = "1GiB", **options: Any) -> EngineCore:
-    tier = {} if folder is None else {"kv_tier": f"disk={folder}:{size}"}
-    return build_engine_core(EngineConfig.from_options(model=str(model), **{**SMALL, **tier, **options}))
+    return build_engine_core(config_of(model, folder, size, **options))
+
+
+def config_of(
+    model: Path, folder: Path | None, size: str = "1GiB", host: str | None = None, **options: Any
+) -> EngineConfig:
+    """host: the size of the part of the tier that is in memory."""
+    parts = [f"host={host}"] * (host is not None) + [f"disk={folder}:{size}"] * (folder is not None)
+    tier = {"kv_tier": ",".join(parts)} if parts else {}
+    return EngineConfig.from_options(model=str(model), **{**SMALL, **tier, **options})
 
 
 def run(core: EngineCore, on_step: Callable[[int, Answers], None] | None = None) -> Answers:
@@ -77,6 +98,37 @@ def test_blocks_outlive_the_engine(model: Path, tmp_path: Path) -> None:
     again.shutdown()
 
 
+@pytest.mark.usefixtures("always")
+def test_engines_share_blocks_in_memory_until_the_last_one_ends(model: Path, host_folder: Path) -> None:
+    first = engine(model, host="1MiB")
+    answer, _ = ask(first)
+    until(lambda: len(files_of(host_folder)) == (len(PROMPT) + 7) // 8)
+    second = engine(model, host="1MiB")
+    first.shutdown()
+    assert ask(second) == (answer, 72)
+    second.shutdown()
+    assert not host_folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_process_that_is_told_to_end_writes_what_waits(tmp_path: Path, is_restarted: bool) -> None:
+    (tmp_path / "model").mkdir()
+    folder, config = tmp_path / "tier", config_of(write_byte_llama(tmp_path / "model"), tmp_path / "tier")
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        params = SamplingParams(temperature=0, max_tokens=1)
+        async for _ in generate(llm, PROMPT, params, "a"):
+            pass
+        assert len(files_of(folder)) < len(PROMPT) // 8
+        if is_restarted:
+            await client.restart()
+            assert len(files_of(folder)) == len(PROMPT) // 8
+
+    run_engine(work, ProcessClient(config, module="tests.engine.slow_disk_engine"), config)
+    assert len(files_of(folder)) == len(PROMPT) // 8
+
+
 @pytest.mark.parametrize("other", [{"block_size": 16}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
 def test_other_settings_find_nothing(model: Path, tmp_path: Path, other: dict[str, Any]) -> None:
     core = engine(model, tmp_path)
@@ -107,23 +159,25 @@ def test_other_weights_find_nothing(model: Path, tmp_path: Path) -> None:
         {"pipeline_depth": 2, "async_scheduling": True},
         {"scheduling_mode": "phased", "max_num_batched_tokens": 128},
         {"kv_cache_dtype": "int8"},
+        {"host": "40KB"},
     ],
     ids=str,
 )
 def test_schedules_with_a_tier_agree(
-    model: Path, expected: dict[tuple[str, int], list[int]], options: dict[str, Any], tmp_path: Path
+    model: Path, expected: dict[tuple[str, int], list[int]], options: dict[str, Any], tmp_path: Path, host_folder: Path
 ) -> None:
     """Of two engines, one after the other, the second with faults in the files of the first."""
     if "kv_cache_dtype" in options:
         expected = run(engine(model, **options)).tokens
-    assert run(engine(model, tmp_path, **options)).tokens == expected
+    folder = tmp_path / "disk"
+    assert run(engine(model, folder, **options)).tokens == expected
     rng = random.Random(str(options))
 
     def damage(_: int, __: Answers) -> None:
-        if (files := files_of(tmp_path)) and rng.random() < 0.3:
+        if (files := files_of(folder) + files_of(host_folder)) and rng.random() < 0.3:
             _damage(rng, rng.choice(files))
 
-    core = engine(model, tmp_path, **options)
+    core = engine(model, folder, **options)
     assert run(core, damage).tokens == expected
     assert core.make_stats().tier_hits
 
@@ -184,7 +238,10 @@ def test_a_disk_that_hangs_when_writing_delays_no_step(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_tier": "host=8GiB"}, "raise kv_cache_memory"),
+        ({"kv_tier": "tape=/here:1GiB"}, "write disk=FOLDER:SIZE"),
+        ({"kv_tier": "host=much"}, "is not a size"),
+        ({"kv_tier": "host=1GiB,host=1GiB"}, "both with a comma"),
+        ({"kv_tier": "host=1GiB,tape=/here:1GiB"}, "is not a size"),
         ({"kv_tier": "disk=here:8GiB"}, "absolute path"),
         ({"kv_tier": "disk=/here"}, "write disk=FOLDER:SIZE"),
         ({"kv_tier": "disk=/here:much"}, "is not a size"),

@@ -207,6 +207,29 @@ def test_kept_records_go_last(tmp_path: Path) -> None:
     assert named(7) in records
 
 
+@pytest.mark.parametrize("is_again", [False, True])
+def test_an_owner_with_more_than_its_share_makes_room(tmp_path: Path, is_again: bool) -> None:
+    records = opened(tmp_path, 8)
+    for owner, numbers in (("0" * 8, (1, 2)), ("", range(3, 9))):
+        for number in numbers:
+            records.write(named(number), content_of(number), owner)
+    records.keep([named(8)], int(time.time()) + 100)
+    if is_again:
+        records = opened(tmp_path, 8)
+    for number in range(10, 14):
+        records.write(named(number), content_of(number), "1" * 8)
+    there = [number for number in range(1, 14) if named(number) in records]
+    assert there == [1, 2, 7, 8, 10, 11, 12, 13], "the two oldest, of one who has no more than a fourth, stay"
+    for number in range(14, 18):
+        records.write(named(number), content_of(number), "1" * 8)
+    there = [number for number in range(1, 18) if named(number) in records]
+    assert there == [1, 2, 7, 8, 14, 15, 16, 17], "now it is its own"
+    assert all(read(records, number) for number in there)
+    records.keep(list(map(named, range(14, 18))), int(time.time()) + 100)
+    write(records, 18)
+    assert named(14) not in records, "pins hold for what is within the share"
+
+
 def test_one_that_is_too_large_is_not_written(tmp_path: Path) -> None:
     records = Records(tmp_path, "root", SIZE)
     write(records, 1)

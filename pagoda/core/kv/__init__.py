@@ -28,7 +28,7 @@ from pagoda.core.kv.sizing import (
     layers_per_block,
     prefix_group,
 )
-from pagoda.core.kv.transfers import FilledBlock, KVTier, Load
+from pagoda.core.kv.transfers import FilledBlock, KVTier, Load, TierChange
 
 __all__ = [
     "STATE_WINDOW",
@@ -43,6 +43,7 @@ __all__ = [
     "KVSizing",
     "KVTier",
     "Load",
+    "TierChange",
     "blocks_per_snapshot",
     "by_pool",
     "exceeds",

@@ -79,17 +79,27 @@ class KVTier(Protocol):
         """For `ttl_s` seconds, rather lose others than these, which it has or was told to store."""
         ...
 
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes that it has, and those that it no longer has, since the last call."""
+    def take_changes(self) -> Sized["TierChange"]:
+        """Return what it has got and lost since the last call, by where."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FilledBlock:
-    """A block that is full.   known: what the prefix cache knows it by."""
+    """A block that is full.   known: what the prefix cache knows it by.   owner: who may only have so many."""
 
     block: int
     known: KnownBlock
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierChange:
+    """Hashes of blocks that a part of a tier has got, and that it has lost.   tier: the part's name."""
+
+    tier: str
+    stored: Sized[bytes]
+    lost: Sized[bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +124,7 @@ class Transfers:
 
     A block whose transfer is under way is referenced by it. When a load ends, its blocks are in the prefix cache and
     free: the request finds them there like any others.
-    num_stored, num_lost: blocks that the tier got, and those that it no longer has, since the start.
+    num_stored, num_lost: blocks that the tier's parts got, and those that they no longer have, since the start.
     """
 
     def __init__(
@@ -234,7 +244,8 @@ class Transfers:
 
     def _note_filled(self, request: Request, block: int, known: KnownBlock) -> None:
         if _has_lasting_hashes(request):
-            self._filled.append(FilledBlock(block, known))
+            salt_owner, colon, _ = (request.cache_salt or "").partition(":")
+            self._filled.append(FilledBlock(block, known, salt_owner if colon else ""))
 
     def store_filled(self, last_step: int, oldest_in_flight: int | None) -> None:
         """Give the tier the blocks that steps have filled whose results are back.
@@ -259,11 +270,12 @@ class Transfers:
             self._tier.keep(hashes, pin.ttl_s)
 
     def _note_changes(self, tier: KVTier) -> None:
-        stored, lost = tier.take_changes()
-        self.num_stored += len(stored)
-        self.num_lost += len(lost)
-        if (stored or lost) and self._events.cache_folds:
-            self._events.write_cache(TierChanged(*self._events.now(), tuple(stored), tuple(lost)))
+        for change in tier.take_changes():
+            self.num_stored += len(change.stored)
+            self.num_lost += len(change.lost)
+            if (change.stored or change.lost) and self._events.cache_folds:
+                changed = change.tier, tuple(change.stored), tuple(change.lost)
+                self._events.write_cache(TierChanged(*self._events.now(), *changed))
 
 
 def _has_lasting_hashes(request: Request) -> bool:

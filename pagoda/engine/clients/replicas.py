@@ -50,7 +50,7 @@ class Replicas(ClientOutputs):
         seed = tiers_seed(config)  # one for all, so that hashes say which of them has a prefix
         if seed is None:
             seed = secrets.randbits(64)
-            config = replace(config, debug=replace(config.debug, prefix_hash_seed=seed))
+        config = replace(config, debug=replace(config.debug, prefix_hash_seed=seed))
         self._hash_seed = seed
         self._block_size = config.cache.block_size
         self._prefixes = PrefixIndex()

@@ -1,5 +1,6 @@
-"""DiskTier: core's KVTier over a folder of records."""
+"""FileTier: core's KVTier over folders of records."""
 
+import hashlib
 import logging
 import os
 import queue
@@ -12,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from pagoda.core.kv import FilledBlock, Load
+from pagoda.core.kv import FilledBlock, Load, TierChange
 from pagoda.tier.records import Records
 
 logger = logging.getLogger("pagoda")
@@ -25,8 +26,8 @@ _NICENESS = 19
 """Of the thread that writes: it takes the time that nothing else wants."""
 
 
-class DiskTier:
-    """See KVTier.
+class FileTier:
+    """See KVTier. A block is written to all folders, and read from the first that has it.
 
     One thread reads, since requests wait for it. Another one writes: it copies a block, makes sure that the pool still
     held it when it was copied, and writes the copy. The scheduler waits for neither.
@@ -35,8 +36,9 @@ class DiskTier:
     `attach` it to the pool.
     """
 
-    def __init__(self, records: Records) -> None:
-        self._records = records
+    def __init__(self, levels: Sequence[Records], end: Callable[[], None] = lambda: None) -> None:
+        """levels: the fastest first.   end: called when it is closed."""
+        self._levels, self._end = levels, end
         self._memory: Sequence[np.ndarray] = ()
         self._ends: list[int] = []
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
@@ -62,7 +64,7 @@ class DiskTier:
 
     def num_leading(self, hashes: Sequence[bytes]) -> int:
         for count, block_hash in enumerate(hashes):
-            if block_hash not in self._records:
+            if not self._has(block_hash):
                 return count
         return len(hashes)
 
@@ -76,11 +78,14 @@ class DiskTier:
 
     def keep(self, hashes: Sequence[bytes], ttl_s: int) -> None:
         until_s = int(time.time()) + ttl_s
-        self._writes.append(partial(self._records.keep, hashes, until_s))
+        self._writes.extend(partial(level.keep, hashes, until_s) for level in self._levels)
         self._has_writes.set()
 
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        return self._records.take_changes()
+    def take_changes(self) -> list[TierChange]:
+        return [TierChange(level.tier, *level.take_changes()) for level in self._levels]
+
+    def _has(self, block_hash: bytes) -> bool:
+        return any(block_hash in level for level in self._levels)
 
     # What the engine calls
 
@@ -92,6 +97,8 @@ class DiskTier:
 
     def close(self) -> None:
         """Write what is still to be written, as far as that goes in two seconds; then let go of the pool."""
+        if self._is_closed:
+            return
         end_s = time.monotonic() + _CLOSE_S
         while (self._writes or self._is_writing) and time.monotonic() < end_s:
             self._has_writes.set()
@@ -100,6 +107,7 @@ class DiskTier:
         self._writes.clear()
         self._has_writes.set()
         self._loads.put(None)
+        self._end()
 
     # Reading
 
@@ -109,13 +117,24 @@ class DiskTier:
             content = np.empty(self._ends[-1], np.uint8)
             fill = partial(self._fill, content)
             for block_hash in load.hashes:
-                load.why = self._records.read(block_hash, content)
+                load.why = self._read(block_hash, content)
                 load.busy_s = time.perf_counter() - began_s
                 if load.why or self._is_closed or not load.fill_next(fill):
                     break
             load.is_done = True
             self._num_ended += 1
             self._has_ended.set()
+
+    def _read(self, block_hash: bytes, content: np.ndarray) -> str:
+        """As Records.read, from the first level that can; the others before it get the block, too."""
+        why = "a record is gone"
+        for level in self._levels:
+            if block_hash in level and not (why := level.read(block_hash, content)):
+                if level is not self._levels[0]:
+                    self._writes.append(partial(self._copy_up, block_hash))
+                    self._has_writes.set()
+                return ""
+        return why
 
     def _fill(self, content: np.ndarray, block: int) -> None:
         begin = 0
@@ -129,7 +148,8 @@ class DiskTier:
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while not self._is_closed:
-            self._records.scan()
+            for level in self._levels:
+                level.scan()
             self._has_scanned.set()
             next_scan_s = time.monotonic() + _SCAN_EVERY_S
             while not self._is_closed and (left_s := next_scan_s - time.monotonic()) > 0:
@@ -141,7 +161,7 @@ class DiskTier:
                 self._is_writing = False
 
     def _write(self, one: FilledBlock, holds: Callable[[FilledBlock], bool]) -> None:
-        if one.known[1] in self._records or not holds(one):
+        if all(one.known[1] in level for level in self._levels) or not holds(one):
             return
         content = np.empty(self._ends[-1], np.uint8)
         begin = 0
@@ -149,4 +169,14 @@ class DiskTier:
             content[begin:end] = plane[one.block]
             begin = end
         if holds(one):
-            self._records.write(one.known[1], content)
+            owner = hashlib.sha256(one.owner.encode()).hexdigest()[:8] if one.owner else ""
+            for level in self._levels:
+                level.write(one.known[1], content, owner)
+
+    def _copy_up(self, block_hash: bytes) -> None:
+        """Write a block that a slower level has to the first one."""
+        first, *slower = self._levels
+        content = np.empty(self._ends[-1], np.uint8)
+        for level in slower:
+            if block_hash not in first and not level.read(block_hash, content):
+                first.write(block_hash, content, level.owner_of(block_hash))
