@@ -32,6 +32,9 @@ def hold(folder: Path, max_bytes: int) -> Callable[[], None]:
             f"{human_bytes(max_bytes)}: mount it larger (docker run --shm-size), or ask for less"
         )
     fcntl.flock(lock, fcntl.LOCK_SH)
+    if not os.fstat(lock).st_nlink:  # the last one removed it meanwhile
+        os.close(lock)
+        return hold(folder, max_bytes)
 
     def end() -> None:
         with contextlib.suppress(BlockingIOError):  # another engine uses it

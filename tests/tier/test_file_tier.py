@@ -1,6 +1,8 @@
 """FileTier: it writes what the pool still holds, and loads in order until it is stopped or cannot go on."""
 
+import errno
 import gc
+import os
 import threading
 import time
 import weakref
@@ -161,3 +163,31 @@ def test_owners_of_blocks_are_written_with_them(two: FileTier, levels: list[Reco
     again = Records(tmp_path / "disk", "root", 1 << 20)
     again.scan()
     assert {again.owner_of(HASHES[1])} == owners
+
+
+@pytest.mark.parametrize("full", ["host", "disk"])
+def test_a_folder_that_is_full_keeps_nothing_from_the_other(
+    two: FileTier, memory: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    replace = os.replace
+
+    def fail(source: Path, target: Path) -> None:
+        if full in target.parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    two.store(filled(1, 2), lambda _: True)
+    until(lambda: two.num_leading(HASHES[1:3]) == 2)
+    assert loaded(two, memory, 2)
+    until(lambda: not two._writes and not two._is_writing)
+    assert {change.tier for change in two.take_changes() if change.stored} == {"host", "disk"} - {full}
+
+
+def test_what_is_in_memory_does_not_wait_for_the_disk(
+    two: FileTier, levels: list[Records], memory: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two.store(filled(1), lambda _: True)
+    until(lambda: HASHES[1] in levels[1])
+    monkeypatch.setattr(levels[1], "read", lambda *_: time.sleep(600))
+    assert loaded(two, memory, 1)
