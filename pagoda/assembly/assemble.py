@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from pagoda.assembly.engine_setup import EngineSetup, options_of, resolve_engine
+from pagoda.assembly.identity import digest_of_weights
 from pagoda.assembly.input_setup import build_input_processor
 from pagoda.assembly.sizing import fit_cache, fit_measured, no_step_fits, sizes_to_try, weights_in_memory
 from pagoda.assembly.tier_setup import open_tier, with_tiers_seed
@@ -111,6 +112,7 @@ def build_engine_core(
         max_num_seqs=setup.config.scheduler.max_num_seqs,
         max_num_batched_tokens=setup.config.scheduler.max_num_batched_tokens,
         prefix_group=prefix_group(setup.groups),
+        weights=digest_of_weights(setup.files),
     )
     core = EngineCore(
         scheduler,

@@ -1,11 +1,21 @@
-"""What the numbers that an engine computes depend on: its version, the model's files, its kernels."""
+"""What the numbers that an engine computes depend on: its version, the model's files, its kernels.
+
+And what the texts of its requests depend on, which other weights of the same model share.
+"""
 
 import hashlib
+from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
+
+import numpy as np
 
 from pagoda.assembly.engine_setup import EngineSetup
 from pagoda.kernels.native import build, library, variants
 from pagoda.kernels.native.threads import cpu_flags
+from pagoda.loading.fetch_wheel import is_weights
+from pagoda.loading.gguf_file import StringArray, Value, open_gguf
+from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.quantization import resolve_quantization
 
 _NUM_PIECES, _PIECE_BYTES = 64, 4096  # of a file, in its digest
@@ -27,14 +37,48 @@ def kernels_of(setup: EngineSetup) -> str:
 def digest_of(setup: EngineSetup) -> str:
     """Return a hash of pagoda's version, the settings and the model's files, read here and there."""
     about = (metadata.version("pagoda-llm"), setup.spec, setup.groups, setup.dtype, setup.kv_dtype, setup.max_model_len)
-    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
-    for file, size in setup.files.sizes().items():
+    return _digest_of_files(setup.files.sizes(), repr(about))
+
+
+def digest_of_weights(files: ModelFiles) -> str:
+    """Return a hash of what a model computes with: its weights, read here and there, and its settings."""
+    return _digest_of_files(file for file in files.sizes() if is_weights(file) or file.name == "config.json")
+
+
+def _digest_of_files(files: Iterable[Path], about: str = "") -> str:
+    digest = hashlib.blake2b(about.encode(), digest_size=16)
+    for file in files:
+        size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
         with file.open("rb") as opened:
             for piece in range(_NUM_PIECES):
                 opened.seek(piece * max(0, size - _PIECE_BYTES) // (_NUM_PIECES - 1))
                 digest.update(opened.read(_PIECE_BYTES))
     return digest.hexdigest()
+
+
+def parts_beside_weights(setup: EngineSetup) -> dict[str, str]:
+    """Return a hash of each part of a model, besides its weights, on which requests and answers depend, by its name.
+
+    If all are the same, engines can get the one's weights in place of the other's, and API processes need not notice.
+    """
+    files = setup.files
+    parts: dict[str, object] = {"its architecture": (setup.spec, setup.groups, setup.tasks, setup.dtype, files.format)}
+    if files.format == "gguf":
+        settings = open_gguf(files.path).metadata
+        parts |= {key: _plain(value) for key, value in settings.items() if key.startswith("tokenizer.")}
+    else:
+        for file in files.sizes():
+            is_read = file.suffix in (".json", ".jinja", ".model") or file.name in ("merges.txt", "vocab.txt")
+            if is_read and file != files.path / "config.json" and not file.name.endswith(".index.json"):
+                parts[str(file.relative_to(files.path))] = file.read_bytes()
+    return {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
+
+
+def _plain(value: Value) -> object:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return value.strings if isinstance(value, StringArray) else value
 
 
 def root_of_blocks(setup: EngineSetup) -> str:

@@ -44,7 +44,7 @@ class EngineSizes(msgspec.Struct, frozen=True):
     """The sizes of an engine, which are known once its model is loaded.
 
     max_num_seqs, max_num_batched_tokens: of a step, as far as memory has bounded them; None: as in the settings.
-    prefix_group: the KV group that tells what is cached of a prompt.
+    prefix_group: the KV group that tells what is cached of a prompt.   weights: a digest of its weights.
     """
 
     max_model_len: int
@@ -54,6 +54,7 @@ class EngineSizes(msgspec.Struct, frozen=True):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     prefix_group: int = 0
+    weights: str = ""
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """Return the settings for the next engine, in which nothing that memory bounds is measured again."""
@@ -69,6 +70,19 @@ class EngineSizes(msgspec.Struct, frozen=True):
             debug=dataclasses.replace(config.debug, num_blocks=self.num_blocks, num_host_blocks=self.num_host_blocks),
             given=given,
         )
+
+
+class WeightsSource(msgspec.Struct, frozen=True):
+    """Where engines have their weights from, as the settings `model` and `revision` say it."""
+
+    model: str
+    revision: str | None = None
+
+    def of(self, config: EngineConfig) -> EngineConfig:
+        """Return the settings with these weights; what requests call the model stays."""
+        names = config.model.names
+        model = dataclasses.replace(config.model, model=self.model, revision=self.revision, served_model_name=names)
+        return dataclasses.replace(config, model=model)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

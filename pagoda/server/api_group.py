@@ -184,6 +184,8 @@ class ApiGroup:
     async def _run_one(self, slot: _Slot) -> int:
         """Start a process; return its exit code when it has ended. Raises OSError if none can be started."""
         fds, config = [one.listener.fileno() for one in self._slots], self._config
+        if (source := self._engine.source) is not None:
+            config = source.of(config)  # the files of before may be gone
         if slot.number > 1:  # the first one writes the trace, if one is written
             server = replace(config.server, logs=replace(config.server.logs, trace=None))
             config = replace(config, server=server)

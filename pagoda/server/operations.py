@@ -9,9 +9,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from pagoda.base.errors import RequestError
+from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.wire import WeightsSource
 from pagoda.metrics.prometheus import write_metrics
 from pagoda.server.body import Body, Flag
 from pagoda.server.dialects.messages.dialect import is_client, model_card, model_list
@@ -232,16 +233,31 @@ async def reset_prefix_cache(http: Request) -> Response:
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
 
 
+_MAX_PATH_CHARS = 4096  # the system's own limit
+
+
+def _check_path(name: str, path: str) -> None:
+    if len(path) > _MAX_PATH_CHARS:
+        raise RequestError(f"{name}: is longer than {_MAX_PATH_CHARS} characters", name)
+
+
 class RestartRequest(Body, kw_only=True, frozen=True):
     """POST /restart_engines
 
     model: Whose engines; without a name, those of all models.
+    model_path: Of weights that have changed, what the setting `model` may be, the same as before or another.
+    revision: Of the hub's model that `model_path` names.
     """
 
     model: str | None = None
+    model_path: str | None = None
+    revision: str | None = None
 
     def check(self, limits: RequestLimits) -> None:
-        limits.check_names(model=self.model)
+        limits.check_names(model=self.model, revision=self.revision)
+        _check_path("model_path", self.model_path or "")
+        if self.revision is not None and self.model_path is None:
+            raise RequestError("revision: is of a model_path; name that, too", "revision")
 
 
 @router.post("/restart_engines", body=RestartRequest, errors={**ERRORS, 409: "The state does not allow it now"})
@@ -250,6 +266,9 @@ async def restart_engines(http: Request) -> Response:
 
     A replica gets no new requests and finishes those that it has, for at most the drain's timeout; the others continue
     with the rest. No request ends with an error. 409 if that is done already, or there is no engine process.
+    With `model_path`, they load these weights, and a request ends with those with which it has begun: the last replica
+    that has them finishes its requests, however long that takes. 400 if anything but the weights differs, or an engine
+    does not start with them; it gets those of before again then.
     Needs the admin key, if the server has keys or other machines reach it.
     """
     state, body = await read_as_operator(http, RestartRequest)
@@ -257,18 +276,22 @@ async def restart_engines(http: Request) -> Response:
     engines = [one.engine for one in models if one.engine is not None and one.is_loaded]
     if not engines:
         return error_response(409, "there is no engine process to restart")
+    source = None if body.model_path is None else WeightsSource(body.model_path, body.revision)
+    if source is not None and len(models) > 1:
+        raise ApiError(400, "model: this server has several; name the one that model_path is for", "model")
     try:
+        if source is not None:
+            await models[0].check_weights(source)
         for engine in engines:
-            await engine.restart()
+            await engine.restart(source)
+    except ConfigError as error:
+        raise ApiError(400, f"model_path: {error}", "model_path") from None
     except RequestError as error:
         return error_response(409, str(error))
     return Response()
 
 
 B = TypeVar("B", bound=Body)
-
-
-_MAX_PATH_CHARS = 4096  # the system's own limit
 
 
 class LoadAdapterRequest(Body, kw_only=True, frozen=True):
@@ -287,8 +310,7 @@ class LoadAdapterRequest(Body, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         limits.check_names(lora_name=self.lora_name, base_model_name=self.base_model_name)
-        if len(self.lora_path) > _MAX_PATH_CHARS:
-            raise RequestError(f"lora_path: is longer than {_MAX_PATH_CHARS} characters", "lora_path")
+        _check_path("lora_path", self.lora_path)
         LoRARequest(self.lora_name, 1, self.lora_path)  # raises for what cannot be a name or a path
 
 

@@ -1,5 +1,6 @@
 """ServedModel: a model with what requests need of it, and how a request's `model` picks it."""
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,14 +8,17 @@ from typing import Any
 
 from starlette.requests import Request
 
-from pagoda.base.errors import PagodaError
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.identity import parts_beside_weights
+from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.base.pooling import ModelTasks
 from pagoda.engine.answers.tool_parsers import parser_for_template
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.templates.chat_template import ChatTemplate
-from pagoda.engine.wire import EngineSizes
+from pagoda.engine.wire import EngineSizes, WeightsSource
 from pagoda.server.errors import ApiError
 from pagoda.server.history import History
 from pagoda.server.looks import Looks
@@ -72,6 +76,7 @@ class ServedModel:
     history: what its answers were, as tokens; None if that is off.
     engine: its process, None in tests that have none.   loading: whether that is loaded.
     looks: at the engine, for those who look at its requests.
+    parts: of its files besides the weights, by name, as digests.
     """
 
     names: tuple[str, ...]
@@ -89,6 +94,7 @@ class ServedModel:
     engine: EngineClient | None = None
     loading: ModelEngine | None = None
     looks: Looks = field(default_factory=Looks)
+    parts: Mapping[str, str] = field(default_factory=dict[str, str])
     _has_warned: bool = False
 
     @property
@@ -126,6 +132,17 @@ class ServedModel:
         self.llm.revive()
         self.llm.input_processor.limits.fit(sizes.max_model_len)
         self.max_model_len, self.block_size = sizes.max_model_len, sizes.block_size
+
+    async def check_weights(self, source: WeightsSource) -> None:
+        """Raise ConfigError unless the model of a source differs from this one in its weights alone."""
+        assert self.loading is not None
+        setup = await asyncio.to_thread(resolve_engine, source.of(self.loading.config))
+        found = await asyncio.to_thread(parts_beside_weights, setup)
+        if changed := dict(found.items() ^ self.parts.items()):
+            raise ConfigError(
+                f"{abbreviate(source.model)}: only weights can be replaced, and these are not as those of "
+                f"{self.name}: {shorten(', '.join(sorted(changed)))}; start another server for it"
+            )
 
     @property
     def num_restarts(self) -> int:

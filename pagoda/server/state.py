@@ -10,6 +10,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from pagoda.assembly.engine_setup import EngineSetup, resolve_engine
+from pagoda.assembly.identity import parts_beside_weights
 from pagoda.assembly.input_setup import build_input_processor
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, WorkerDied
@@ -215,6 +216,7 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
         engine=client,
         loading=engine,
         looks=Looks(client.look),
+        parts=await asyncio.to_thread(parts_beside_weights, setup),
     )
 
     def fit(sizes: EngineSizes) -> None:

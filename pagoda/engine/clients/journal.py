@@ -36,6 +36,7 @@ class JournalEntry:
     num_prompt_rows: prompt log-probabilities sent so far.   num_rows_to_skip: those that a new engine sends again.
     num_owed: tokens that its engine computes before it emits the next one; 0 once that has emitted one.
     num_cached: of its prompt, tokens that are probably in that engine's prefix cache.
+    weights: of the engine process that has begun it, as a digest.
     """
 
     request: Request
@@ -49,6 +50,7 @@ class JournalEntry:
     num_deaths: int = 0
     num_owed: int = 0
     num_cached: int = 0
+    weights: str = ""
 
     @classmethod
     def of(cls, request: Request) -> "JournalEntry":
@@ -60,6 +62,11 @@ class JournalEntry:
     def num_tokens(self) -> int:
         """Tokens of the prompt, and of all sequences so far."""
         return self.request.num_prompt_tokens + sum(map(len, self.tokens))
+
+    @property
+    def needs_weights(self) -> str:
+        """The weights with which it must continue, "" if any will do: its client has nothing of it yet."""
+        return self.weights if any(self.tokens) or self.num_prompt_rows else ""
 
 
 class Journal:

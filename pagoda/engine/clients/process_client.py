@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import RequestError, WorkerDied, fresh
+from pagoda.base.errors import ConfigError, RequestError, WorkerDied, fresh
 from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.engine import wire
@@ -35,6 +35,8 @@ _MAX_LOADS = 2  # of one call to load an adapter, in as many engines
 _POLL_S = 0.02  # whether an engine that is restarted has got further
 
 _NO_ENGINE = WorkerDied("there is no engine now")
+
+NO_WEIGHTS = "the engine has ended, and none has the weights any more with which this answer has begun: ask again"
 
 ENGINE_MODULE = "pagoda.assembly.engine_process"
 
@@ -83,6 +85,10 @@ class ProcessClient(ClientOutputs):
         self.is_stopped = False
         """No engine is wanted now: adapters are loaded into the next one."""
         self._is_draining = False
+        self.others: Sequence[ProcessClient] = ()
+        """Replicas."""
+        self.source: wire.WeightsSource | None = None
+        """Of the weights of the last restart that was given one."""
         self._drain_s = config.server.server_timeouts.drain_timeout_s
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
@@ -90,6 +96,8 @@ class ProcessClient(ClientOutputs):
         """Called with the events of the requests of all clients, those of one after those of the other."""
         self.on_change: Callable[[], object] = lambda: None
         """Called when this begins or ceases to take requests, or has none any more."""
+        self.on_stranded: Callable[[JournalEntry], object] = lambda entry: self._end_entry(entry, NO_WEIGHTS)
+        """Called with a request that this has no longer, because the next engine has other weights."""
         self.on_gone: Callable[[WorkerDied], object] = self.sinks.put_to_all
         """Called when no engine can be started any more, with the reason."""
 
@@ -224,25 +232,51 @@ class ProcessClient(ClientOutputs):
         stats.num_starting = int(not self.is_up and not stats.num_gone)
         return stats
 
-    async def restart(self) -> None:
+    async def restart(self, source: wire.WeightsSource | None = None) -> None:
         """End the engine process and wait for the next one. No request ends with an error.
 
         First it gets no new requests, and has the time of a drain to finish those that it has; what is left continues
-        on other replicas, else on the next engine.   Raises WorkerDied if none can be started any more.
+        on other replicas, else on the next engine.
+        source: of new weights. Then it has all the time that it needs, while no other replica has its weights.
+        Raises WorkerDied if none can be started any more, ConfigError if none can with these weights: the next engine
+        has those of before then.
+        """
+        is_new = source is None and not self.is_up
+        while not is_new:
+            await self._wait_until_up()
+            number = self._supervisor.process_number
+            is_new = await self._drain(keeps_weights=source is not None) or source is None
+            if self._is_draining:
+                self._supervisor.restart(source)
+            await self._wait_until_up(number)
+        await self._wait_until_up()
+        if source is not None:
+            if (why := self._supervisor.refusal) is not None:
+                raise ConfigError(f"{source.model}: an engine cannot start with these weights: {why}")
+            self.source = source
+
+    async def _drain(self, keeps_weights: bool) -> bool:
+        """Take no new requests, and wait until the engine has none. Return False if it has died meanwhile.
+
+        keeps_weights: beyond the time of a drain, too, while no other replica can continue with the same weights.
         """
         number, until_s = self._supervisor.process_number, time.monotonic() + self._drain_s
-        if is_old := self.is_up:  # else, the next one is new
-            self._is_draining = True
-            self.on_change()
-            try:
-                while self._is_draining and len(self._journal) and time.monotonic() < until_s:
-                    await asyncio.sleep(_POLL_S)
-                if self._is_draining:  # it has not died meanwhile
-                    self._supervisor.restart()
-            except asyncio.CancelledError:
-                self._is_draining = False
-                raise
-        while (is_old and self._supervisor.process_number == number) or not self.is_up:
+        self._is_draining = True
+        self.on_change()
+        try:
+            while self._is_draining and any(entry.entered_process == number for entry in self._journal):
+                can_move = any(one.takes_requests and one.weights == self.weights for one in self.others)
+                if time.monotonic() >= until_s and (can_move or not keeps_weights):
+                    break
+                await asyncio.sleep(_POLL_S)
+        except asyncio.CancelledError:
+            self._is_draining = False
+            raise
+        return self._is_draining
+
+    async def _wait_until_up(self, after: int = 0) -> None:
+        """Wait for an engine, with a later number than `after`. Raises WorkerDied if none can be started any more."""
+        while self._supervisor.process_number == after or not self.is_up:
             if self.died is not None:
                 raise fresh(self.died)
             await asyncio.sleep(_POLL_S)
@@ -287,32 +321,47 @@ class ProcessClient(ClientOutputs):
         num_tokens = self._journal.num_owed + num_more
         return self.costs.seconds(num_tokens, self.load, self._max_num_batched_tokens) if self.costs.are_known else 0.0
 
+    @property
+    def weights(self) -> str:
+        """A digest of the weights of the engine, or of the last one while there is none."""
+        return self._supervisor.weights
+
+    def can_run(self, entry: JournalEntry) -> bool:
+        """Return whether the engine has the weights with which a request must continue."""
+        return entry.needs_weights in ("", self.weights)
+
     def __contains__(self, key: RequestKey) -> bool:
         """Return whether this has an unfinished request."""
         return key in self._journal
 
-    def release(self) -> list[JournalEntry]:
-        """Remove and return the requests that wait here, and that another engine can run.
+    def release(self, others: "Sequence[ProcessClient]") -> list[JournalEntry]:
+        """Remove and return the requests that wait here, and that one of the others can run.
 
         Not those that may have killed an engine: the next one finds out, and no other engine ends with it. If there
-        will be none, they have to go, too.
+        will be none, they have to go, too, and all others.
         """
         if self.died is not None:
             found = list(self._journal)
         else:
             number = self._supervisor.process_number
-            found = [one for one in self._journal if one.entered_process != number and not one.is_suspect]
+            found = [
+                entry
+                for entry in self._journal
+                if entry.entered_process != number
+                and not entry.is_suspect
+                and any(other.can_run(entry) for other in others)
+            ]
         for entry in found:
             self._journal.close(entry.request.key)
             entry.is_suspect, entry.entered_process = False, 0
         return found
 
-    def release_suspects(self) -> list[JournalEntry]:
+    def release_suspects(self, other: "ProcessClient") -> list[JournalEntry]:
         """Remove and return the requests that may have killed the engine, unless the next one is there and tries them.
 
-        In the order in which they are tried.
+        Those that the other can run, in the order in which they are tried.
         """
-        found = [] if self.is_up else self._suspects.in_order()
+        found = [] if self.is_up else [entry for entry in self._suspects.in_order() if other.can_run(entry)]
         for entry in found:
             self._journal.close(entry.request.key)
             entry.entered_process = 0
@@ -369,8 +418,15 @@ class ProcessClient(ClientOutputs):
     # ---- what the supervisor calls
 
     def on_ready(self) -> None:
-        """Replay all running requests to an engine that has become ready, suspects one at a time."""
+        """Replay all running requests to an engine that has become ready, suspects one at a time.
+
+        Not those that have begun with other weights.
+        """
         self._calls = Calls(self._send, {})
+        for entry in [one for one in self._journal if not self.can_run(one)]:
+            self._journal.close(entry.request.key)
+            entry.entered_process = 0
+            self.on_stranded(entry)
         for entry in self._suspects.begin(self._supervisor.process_number):
             self._enter(entry)
         self._send_next()
@@ -450,6 +506,7 @@ class ProcessClient(ClientOutputs):
     def _enter(self, entry: JournalEntry) -> None:
         """Send a request to the engine. If that fails, finish only this request, with an error."""
         self._suspects.sent(entry)
+        entry.weights = entry.needs_weights or self.weights
         request = entry.request
         try:
             frames = self._codec.encode_request(self._journal.replay(entry))

@@ -90,9 +90,9 @@ class RemoteClient(ClientOutputs):
         """Return what the engine does now, and its steps that ended after a time; None while it is down."""
         return await self.calls.call("look", steps_after_s, returns=wire.LookReply | None)
 
-    async def restart(self) -> None:
-        """Restart the engines, one after the other, without an error to any request."""
-        await self.calls.call("restart")
+    async def restart(self, source: wire.WeightsSource | None = None) -> None:
+        """Restart the engines, one after the other, without an error to any request.   source: of new weights."""
+        await self.calls.call("restart", source)
 
     async def shutdown(self) -> None:
         """Close the connection; the engine goes on without this client. Idempotent."""

@@ -24,7 +24,7 @@ from pagoda.core.scheduler_output import only_events
 from pagoda.engine import wire
 from pagoda.engine.clients.client_outputs import ClientOutputs, Sinks
 from pagoda.engine.clients.journal import JournalEntry, error_outputs
-from pagoda.engine.clients.process_client import ENGINE_MODULE, ProcessClient
+from pagoda.engine.clients.process_client import ENGINE_MODULE, NO_WEIGHTS, ProcessClient
 from pagoda.engine.clients.router import PrefixIndex, RoutedBecause, Router
 from pagoda.tier import tiers_seed
 
@@ -62,7 +62,8 @@ class Replicas(ClientOutputs):
         ]
         for one in self.each:
             one.on_change, one.on_gone = self._move_waiting, self._on_gone
-            one.on_step = self._on_step
+            one.on_step, one.on_stranded = self._on_step, self._place_again
+            one.others = [other for other in self.each if other is not one]
             one.prefixes, one.costs = self._prefixes, self._router.costs
         self.num_moved = 0
         self._is_restarting = False
@@ -164,17 +165,23 @@ class Replicas(ClientOutputs):
         """End the engine processes, which have no requests any more, until the next `start`."""
         await asyncio.gather(*(one.stop() for one in self.each))
 
-    async def restart(self) -> None:
+    @property
+    def source(self) -> wire.WeightsSource | None:
+        """Of the weights of all, where a restart was given one."""
+        return self.each[-1].source
+
+    async def restart(self, source: wire.WeightsSource | None = None) -> None:
         """Restart one replica after the other. No request ends with an error: see ProcessClient.
 
-        Raises RequestError if that is done already, WorkerDied if one cannot be started any more.
+        Raises RequestError if that is done already, WorkerDied if one cannot be started any more, ConfigError if one
+        cannot be with these weights: then it has those of before, and so have the replicas after it.
         """
         if self._is_restarting:
             raise RequestError("the engines are being restarted already")
         self._is_restarting = True
         try:
             for one in self._living:
-                await one.restart()
+                await one.restart(source)
         finally:
             self._is_restarting = False
 
@@ -238,6 +245,12 @@ class Replicas(ClientOutputs):
     def _place(self, entry: JournalEntry, among: Sequence[ProcessClient]) -> None:
         """Give a request to the replica where its first token is expected earliest; tell its client why."""
         request = entry.request
+        if entry.needs_weights:
+            able = [one for one in self._living if one.can_run(entry)]
+            among = [one for one in among if one in able] or able
+            if not among:
+                self.sinks.put(request.client_index, error_outputs(request, NO_WEIGHTS, live=entry.live))
+                return
         among = [one for one in among if not one.is_stuck] or among  # one that hangs is not yet known to be dead
         numbers = [one.number for one in among]
         hashes = hashes_of_prompt(request, self._hash_seed, self._block_size) if request.reads_prefix_cache else ()
@@ -252,7 +265,7 @@ class Replicas(ClientOutputs):
         """Move requests that wait for a replica to those that take requests now."""
         ready = [one for one in self._living if one.takes_requests]
         for one in self.each if ready else ():
-            for entry in one.release():
+            for entry in one.release(ready):
                 self.num_moved += 1
                 try:
                     self._place(entry, ready)
@@ -262,7 +275,7 @@ class Replicas(ClientOutputs):
                     self.sinks.put(entry.request.client_index, error_outputs(entry.request, reason, live=entry.live))
         for one in self.each:
             idle = next((other for other in ready if other.is_idle), None)
-            if idle is not None and (suspects := one.release_suspects()):
+            if idle is not None and (suspects := one.release_suspects(idle)):
                 self.num_moved += len(suspects)
                 for entry in suspects:
                     self._tell(entry, idle, RoutedBecause.PROBE)
@@ -281,6 +294,10 @@ class Replicas(ClientOutputs):
         else:
             logger.error("%d of %d replicas go on", len(self._living), len(self.each))
             self._move_waiting()
+
+    def _place_again(self, entry: JournalEntry) -> None:
+        """A replica has come back with other weights than this request has begun with."""
+        self._place(entry, self._living)
 
     def _on_step(self, num_tokens: int) -> None:
         self.on_step(num_tokens)

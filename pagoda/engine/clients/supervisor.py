@@ -75,6 +75,8 @@ class Supervisor:
     explains that. All others have moved requests on, so that even a server whose engines die all the time ends them.
 
     link: to an engine that is ready, or None.   process_number: of the current engine process, from 1.
+    weights: of the last engine that was ready, as a digest.
+    refusal: why an engine could not start with the weights of the last `restart`, None if it could.
     """
 
     def __init__(
@@ -94,6 +96,9 @@ class Supervisor:
         self.link: EngineLink | None = None
         self.process_number = 0
         self.num_deaths = 0
+        self.weights = ""
+        self.refusal: str | None = None
+        self._before = config  # the settings of the last engine that was ready
         self.died: WorkerDied | None = None
         """Set once no engine can be started any more."""
 
@@ -113,9 +118,15 @@ class Supervisor:
         """Whether the engine process has reported ready and is running."""
         return self.link is not None and self.link.is_up
 
-    def restart(self) -> None:
-        """End the engine process, if it is ready: the next one starts at once, and no request is to blame."""
+    def restart(self, source: wire.WeightsSource | None = None) -> None:
+        """End the engine process, if it is ready: the next one starts at once, and no request is to blame.
+
+        source: of its weights. If it cannot start with them, the one after it has those of before: see `refusal`.
+        """
         if self.link is not None:
+            self.refusal = None
+            if source is not None:
+                self._config = source.of(self._config)
             self.link.end()
 
     async def wait_until_gone(self) -> None:
@@ -174,6 +185,9 @@ class Supervisor:
                 is_outside = was_killed or link.was_stopped or link.was_ended
                 has_explanation = self._user.on_death(flight, killed_from_outside=is_outside)
                 is_fruitless = is_fruitless and not has_explanation
+            elif self._has_been_ready and self._config != self._before:
+                self.refusal = self._start_error or f"the engine process {describe_exit(code)}"
+                self._config = self._before
             pause_s = restarts.pause_s(is_fruitless, self._has_been_ready)
             if pause_s is None:
                 return self._give_up(WorkerDied(self._last_word(restarts.num_fruitless, code, ready_s)))
@@ -235,6 +249,7 @@ class Supervisor:
         if not self._sizes.done():
             self._config = sizes.settle(self._config)
             self._sizes.set_result(sizes)
+        self._before, self.weights = self._config, sizes.weights
         self._user.on_ready()
 
     def _give_up(self, error: ConfigError | WorkerDied) -> None:

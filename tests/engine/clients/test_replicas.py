@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import pytest
 from pagoda.assembly.engine_process import EngineServer
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, EngineConfig
-from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
@@ -29,7 +30,7 @@ from pagoda.core.view import view_of
 from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.journal import JournalEntry
-from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.process_client import NO_WEIGHTS, ProcessClient
 from pagoda.engine.clients.replicas import Replicas
 from pagoda.engine.flight_recorder import FlightRecord
 from pagoda.engine.outputs.output_processor import OutputKind
@@ -276,7 +277,7 @@ class Linked:
             self.sent.append([])
             self.begin(number)
 
-    def begin(self, number: int) -> None:
+    def begin(self, number: int, weights: str = "") -> None:
         one, codec = self.replicas.each[number], wire.Codec(wire.ToEngine)
 
         def add(data: bytes, *_: bytes) -> None:
@@ -295,6 +296,7 @@ class Linked:
 
         one._supervisor.link = Link()  # type: ignore[assignment]
         one._supervisor.process_number += 1
+        one._supervisor.weights = weights
         one.on_ready()
 
     def lose(self, number: int) -> None:
@@ -400,6 +402,91 @@ def emit(engines: Linked, number: int, *handles: int, count: int = 2) -> None:
         token_ids=np.zeros(count * len(handles), np.int32),
     )
     engines.replicas.each[number].on_message(wire.StepOutputs(0, outputs))
+
+
+def test_requests_go_on_with_the_weights_with_which_they_have_begun_or_end() -> None:
+    async def main() -> None:
+        engines = Linked()
+        replicas = engines.replicas
+
+        def restart(number: int, weights: str) -> None:
+            engines.lose(number)
+            replicas.each[number].on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=True)
+            engines.begin(number, weights)
+
+        for number in (0, 1):
+            restart(number, "a")
+        for handle in (1, 2):
+            replicas.add_request(request(handle))
+        assert (engines.handles(0), engines.handles(1)) == ([1], [2])
+        emit(engines, 0, 1)
+        restart(1, "b")  # its own has no token yet, and goes to the other
+        assert (engines.handles(0), engines.handles(1)) == ([1, 2], [2])
+        engines.lose(0)
+        replicas.each[0].on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=True)
+        assert engines.handles(1) == [2, 2]  # not the one with a token
+        engines.begin(0, "a")
+        assert engines.handles(0) == [1, 2, 1]
+        restart(0, "b")
+        assert engines.handles(0) == [1, 2, 1]
+        outputs = [await replicas.next_outputs() for _ in range(replicas._outputs.qsize())]
+        ends = [end for one in outputs for end in one.ends]
+        assert [(end.handle, end.message) for end in ends] == [(1, NO_WEIGHTS)]
+        assert len(replicas.each[0]._journal) == 0
+
+    asyncio.run(main())
+
+
+def test_the_last_replica_with_the_old_weights_finishes_its_requests_before_it_gets_new_ones() -> None:
+    async def main() -> None:
+        engines = Linked()
+        replicas, ended = engines.replicas, list[tuple[int, wire.WeightsSource]]()
+        for number, one in enumerate(replicas.each):
+            one._drain_s, one._supervisor.weights = 0.0, "a"
+            one._supervisor.restart = lambda source, number=number: ended.append((number, source))  # type: ignore[assignment]
+        for handle in (1, 2):
+            replicas.add_request(request(handle))
+        emit(engines, 0, 1)
+        emit(engines, 1, 2)
+        source = wire.WeightsSource("new")
+        restarting = asyncio.create_task(replicas.restart(source))
+        await until(lambda: ended == [(0, source)])  # the other can continue with what it has
+        engines.lose(0)
+        replicas.each[0].on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=True)
+        engines.begin(0, "b")
+        await until(lambda: not replicas.each[1].takes_requests)
+        replicas.add_request(request(3))
+        await asyncio.sleep(0.1)
+        assert (engines.handles(0), engines.handles(1)) == ([1, 3], [2, 1])
+        assert len(ended) == 1
+        engines.lose(1)  # and if it dies meanwhile, so does its next engine
+        replicas.each[1].on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=True)
+        engines.begin(1, "a")
+        await until(lambda: not replicas.each[1].takes_requests)
+        await asyncio.sleep(0.1)
+        assert (engines.handles(1), len(ended)) == ([2, 1, 2, 1], 1)
+        replicas.abort([1, 2])
+        await until(lambda: ended[1:] == [(1, source)])
+        engines.lose(1)
+        engines.begin(1, "b")
+        await restarting
+        assert replicas.source == source
+
+    asyncio.run(main())
+
+
+def test_a_replica_whose_new_weights_cannot_be_loaded_gets_those_of_before(tmp_path: Path) -> None:
+    async def work(llm: AsyncEngine, replicas: Replicas) -> None:
+        before = await collect(llm, 1)
+        source = wire.WeightsSource(str(tmp_path / "nothing"))
+        with pytest.raises(ConfigError, match="an engine cannot start with these weights: .*nothing does not exist"):
+            await replicas.restart(source)
+        assert deaths(replicas) == [2, 0]
+        assert all_are_ready(replicas)
+        assert await collect(llm, 1) == before
+        assert replicas.source is None
+
+    run(work)
 
 
 def test_suspects_are_tried_by_a_replica_that_is_idle_one_at_a_time() -> None:
