@@ -89,11 +89,10 @@ class EngineServer:
         self._calls_s += core.now() - began_s
         if self._cache_changes:
             self._send_cache_changes()
-        for client_index, outputs in of_step.items():
-            stats = self._make_stats() if outputs.ends or self._is_time_for_stats() else None
-            self._send(wire.StepOutputs(client_index, outputs, core.strip.take_step_tokens(), stats))
-        if not of_step and self._is_time_for_stats():
-            self._send(wire.StepReport(core.strip.take_step_tokens(), self._make_stats()))
+        has_stats = self._is_time_for_stats() or any(outputs.ends for outputs in of_step.values())
+        if of_step or has_stats:
+            stats = self._make_stats() if has_stats else None
+            self._send(wire.StepOutputs(of_step, core.strip.take_step_tokens(), stats))
 
     def _note_cache(self, event: Event) -> None:
         if isinstance(event, Stored | Removed) and (event.group, event.tier) == (

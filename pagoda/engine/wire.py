@@ -193,26 +193,16 @@ _COUNTERS = (
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """One step's outputs for a client.
+    """One step's outputs, by client.
 
+    From time to time there are none: long prompts and beam searches have steps without outputs.
     step_tokens: tokens computed in each step since the last message.   stats: included from time to time, and
     whenever a sequence ends: a client that has its last token finds it counted in the metrics.
     """
 
-    client_index: int
-    outputs: EngineCoreOutputs
+    outputs: dict[int, EngineCoreOutputs]
     step_tokens: tuple[int, ...] = ()
     stats: EngineStats | None = None
-
-
-class StepReport(msgspec.Struct, frozen=True, tag="report"):
-    """Sent from time to time during steps without outputs, as those of a long prompt or of a beam search are.
-
-    step_tokens: as in StepOutputs.
-    """
-
-    step_tokens: tuple[int, ...]
-    stats: EngineStats
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag="engine_report"):
@@ -287,7 +277,7 @@ class LookReply(msgspec.Struct, frozen=True):
 
 
 ToEngine = AddRequest | Call
-FromEngine = Ready | StartFailed | StepOutputs | StepReport | CacheChanges | RequestRefused | IdleReport | Reply
+FromEngine = Ready | StartFailed | StepOutputs | CacheChanges | RequestRefused | IdleReport | Reply
 FromClient = AddRequest | Call | Reply
 """What clients in other processes send to a ClientServer."""
 FromServer = Connected | EngineEnded | EngineReport | StepOutputs | AllEvents | Call | Reply

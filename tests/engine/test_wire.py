@@ -90,6 +90,6 @@ def test_every_kind_of_event_arrives_as_it_was_sent() -> None:
         str | None: "why",
     }
     events = [one(*(examples[kind] for kind in get_type_hints(one).values())) for one in get_args(ClientEvent)]
-    sent = wire.StepOutputs(0, only_events(events))
+    sent = wire.StepOutputs({0: only_events(events)})
     got = wire.Codec(wire.FromEngine).decode(wire.Codec(wire.ToEngine).encode(sent))
-    assert list(got.outputs.events) == events
+    assert list(got.outputs[0].events) == events

@@ -250,7 +250,7 @@ class _Connection:
         if isinstance(item, WorkerDied):
             self.send(wire.EngineEnded(str(item)))
         else:  # a client that has its last token finds it counted in the metrics
-            self.send(wire.StepOutputs(self._index, item, stats=self._engine.stats() if item.ends else None))
+            self.send(wire.StepOutputs({self._index: item}, stats=self._engine.stats() if item.ends else None))
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message, unless the client reads no more."""

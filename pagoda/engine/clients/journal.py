@@ -104,7 +104,7 @@ class Journal:
         self._begun.pop(entry.request.key, None)
         self._set_owed(entry, entry.num_tokens - entry.num_cached)
 
-    def note_computed(self, num_tokens: int) -> None:
+    def _note_computed(self, num_tokens: int) -> None:
         """Record that an engine has computed tokens that it owed. Of the last one of a request, it emits the next."""
         for key in self._begun:
             if num_tokens <= 0:
@@ -157,15 +157,19 @@ class Journal:
             if not entry.live:
                 self.close(key)
 
-    def record(self, client_index: int, outputs: EngineCoreOutputs, num_computed: int = 0) -> EngineCoreOutputs:
-        """Record one step's outputs for a client, and return what of them is new to it.
+    def record(self, outputs: Mapping[int, EngineCoreOutputs], num_computed: int = 0) -> dict[int, EngineCoreOutputs]:
+        """Record one step's outputs, by client, and return what of them is new to it.
 
-        num_computed: tokens of the steps since the last record, those emitted included, of all clients.
+        num_computed: tokens of the steps since the last record, those emitted included.
         Prompt log-probabilities of requests aborted meanwhile are dropped; the reader drops their tokens.
         """
-        for event in outputs.events:
-            self._note(event)
-        self.note_computed(num_computed - len(outputs.token_ids))
+        for one in outputs.values():
+            for event in one.events:
+                self._note(event)
+        self._note_computed(num_computed - sum(len(one.token_ids) for one in outputs.values()))
+        return {client_index: self._record(client_index, one) for client_index, one in outputs.items()}
+
+    def _record(self, client_index: int, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         at = 0
         flat = outputs.token_ids.tolist()
         for handle, sequence, count in zip(

@@ -434,21 +434,19 @@ class ProcessClient(ClientOutputs):
 
     def on_message(self, message: wire.FromEngine) -> None:
         match message:
-            case wire.StepOutputs(client_index, outputs, step_tokens, stats):
+            case wire.StepOutputs(outputs, step_tokens, stats):
                 self._note_steps(step_tokens, stats)
-                self._num_unreported += len(outputs.token_ids) if stats is None else 0
+                if stats is None:
+                    self._num_unreported += sum(len(one.token_ids) for one in outputs.values())
                 if self.on_events is not None:
-                    self.on_events(outputs.events)
-                self.sinks.put(client_index, self._journal.record(client_index, outputs, sum(step_tokens)))
+                    for one in outputs.values():
+                        self.on_events(one.events)
+                for client_index, new in self._journal.record(outputs, sum(step_tokens)).items():
+                    self.sinks.put(client_index, new)
                 if self._suspects.is_probing:
                     self._send_next()
             case wire.CacheChanges(stored, removed):
                 self.prefixes.change(self.number, stored, removed)
-            case wire.StepReport(step_tokens, stats):
-                self._note_steps(step_tokens, stats)
-                self._journal.note_computed(sum(step_tokens))
-                if self._suspects.is_probing:
-                    self._send_next()
             case wire.IdleReport(stats, num_handled):
                 self._stats = stats
                 self._note_idle(num_handled)

@@ -151,10 +151,10 @@ class RemoteClient(ClientOutputs):
 
     def _take(self, message: wire.FromServer) -> None:
         match message:
-            case wire.StepOutputs(_, outputs, _, stats):
+            case wire.StepOutputs(outputs, _, stats):
                 if stats is not None:
                     self._report = msgspec.structs.replace(self._report, stats=stats)
-                self._outputs.put_nowait(outputs)
+                self._outputs.put_nowait(outputs[self.index])
             case wire.EngineReport(step_tokens=step_tokens):
                 self._report = message
                 for count in step_tokens:

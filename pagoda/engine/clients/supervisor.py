@@ -229,7 +229,7 @@ class Supervisor:
                         self._start_error = text
                         logger.error("the engine could not start: %s", text)
                     case _:
-                        link.had_output |= isinstance(message, wire.StepOutputs)
+                        link.had_output |= isinstance(message, wire.StepOutputs) and bool(message.outputs)
                         self._user.on_message(message)
             return link
         finally:

@@ -206,7 +206,7 @@ def test_adapters_are_loaded_after_the_probes_of_suspects() -> None:
         assert [isinstance(message, wire.Call) for message in sent] == [False]
         one = np.ones(1, np.int32)
         two_tokens = EngineCoreOutputs(one.astype(np.int64), one * 0, one * 2, np.ones(2, np.int32))
-        client.on_message(wire.StepOutputs(0, two_tokens, (2,), None))
+        client.on_message(wire.StepOutputs({0: two_tokens}, (2,), None))
         await asyncio.sleep(0)
         assert sent[1:] == [load(1, ONE), load(2, ONE)]
         await engines.die()

@@ -490,7 +490,7 @@ def test_a_lost_engine_runs_nothing() -> None:
         lora = LoraRef("one", "/one", "one")
         client.add_request(Request("a", np.arange(4, dtype=np.int32), SamplingParams(), handle=1, lora=lora))
         stats = wire.EngineStats(num_running=2, num_blocks=8, running_adapters=("gone", "one"))
-        client.on_message(wire.StepReport((4,), stats))
+        client.on_message(wire.StepOutputs({}, (4,), stats))
         client.on_message(wire.Reply(99))
         client._supervisor.link = None
         client.on_lost()

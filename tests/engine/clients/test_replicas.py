@@ -401,7 +401,7 @@ def emit(engines: Linked, number: int, *handles: int, count: int = 2) -> None:
         counts=np.full(len(handles), count, np.int32),
         token_ids=np.zeros(count * len(handles), np.int32),
     )
-    engines.replicas.each[number].on_message(wire.StepOutputs(0, outputs))
+    engines.replicas.each[number].on_message(wire.StepOutputs({0: outputs}))
 
 
 def test_requests_go_on_with_the_weights_with_which_they_have_begun_or_end() -> None:
@@ -597,7 +597,7 @@ def test_a_replica_that_is_gone_counts_as_such_and_has_no_blocks() -> None:
         engines = Linked(3)
         replicas = engines.replicas
         for one in replicas.each:
-            one.on_message(wire.StepReport((1,), wire.EngineStats(num_blocks=10, num_free_blocks=4)))
+            one.on_message(wire.StepOutputs({}, (1,), wire.EngineStats(num_blocks=10, num_free_blocks=4)))
         emit(engines, 0, 9, count=3)  # after its last statistics
         engines.lose(0)
         stats = replicas.stats()
@@ -713,14 +713,14 @@ def test_statistics_are_added_up_and_counters_do_not_fall_when_a_replica_starts_
         for one, (tokens, at_s) in zip(replicas.each, ((100, 7.0), (50, 5.0)), strict=True):
             stats = wire.EngineStats(num_running=1, prompt_tokens=tokens, num_blocks=10, num_free_blocks=4, at_s=at_s)
             stats.accepted_tokens_per_pos = [1] * (tokens // 50)
-            one.on_message(wire.StepReport((tokens,), stats))
+            one.on_message(wire.StepOutputs({}, (tokens,), stats))
         found = replicas.stats()
         assert (found.num_running, found.prompt_tokens, found.kv_usage, found.at_s) == (2, 150, 0.6, 5.0)
         assert found.accepted_tokens_per_pos == [2, 1]
         engines.lose(0)
         assert (replicas.stats().num_running, replicas.stats().prompt_tokens) == (1, 150)
         engines.begin(0)
-        replicas.each[0].on_message(wire.StepReport((3,), wire.EngineStats(prompt_tokens=3)))
+        replicas.each[0].on_message(wire.StepOutputs({}, (3,), wire.EngineStats(prompt_tokens=3)))
         assert replicas.stats().prompt_tokens == 153
         assert steps == [100, 50, 3]
 

@@ -107,7 +107,7 @@ class Server:
             token_ids=np.ones(count, np.int32),
             events=Events(Ended(1, 0.0, 0, handle, name, sequence, done) for sequence in range(count)),
         )
-        self.journal.record(0, outputs if ends else dataclasses.replace(outputs, events=Events()))
+        self.journal.record({0: outputs if ends else dataclasses.replace(outputs, events=Events())})
         if ends:
             del self.engine[name]
             self.ends[name] = "answered"
