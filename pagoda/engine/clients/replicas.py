@@ -62,14 +62,16 @@ class Replicas(ClientOutputs):
         ]
         for one in self.each:
             one.on_change, one.on_gone = self._move_waiting, self._on_gone
-            one.on_step, one.on_stranded = self._on_step, self._place_again
+            one.on_step, one.on_events = self._on_step, self._pass_on_events
+            one.on_stranded = self._place_again
             one.others = [other for other in self.each if other is not one]
             one.prefixes, one.costs = self._prefixes, self._router.costs
         self.num_moved = 0
         self._is_restarting = False
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step of any replica."""
-        self._on_events: Callable[[Events], object] | None = None
+        self.on_events: Callable[[Events], object] | None = None
+        """Called with the events of the requests of all clients."""
 
     # ---- what AsyncEngine calls
 
@@ -221,17 +223,6 @@ class Replicas(ClientOutputs):
         """As of a ProcessClient: the least of the replicas."""
         return min((one.queue_s(num_more) for one in self._living), default=0.0)
 
-    @property
-    def on_events(self) -> Callable[[Events], object] | None:
-        """What is called with the events of the requests of all clients."""
-        return self._on_events
-
-    @on_events.setter
-    def on_events(self, listener: Callable[[Events], object] | None) -> None:
-        self._on_events = listener
-        for one in self.each:
-            one.on_events = listener
-
     async def wait_until_gone(self) -> None:
         """Wait until no engine of any replica can be started any more, or until after `shutdown`."""
         await asyncio.gather(*(one.wait_until_gone() for one in self.each))
@@ -301,6 +292,10 @@ class Replicas(ClientOutputs):
 
     def _on_step(self, num_tokens: int) -> None:
         self.on_step(num_tokens)
+
+    def _pass_on_events(self, events: Events) -> None:
+        if self.on_events is not None:
+            self.on_events(events)
 
 
 EngineOwner = ProcessClient | Replicas
