@@ -45,34 +45,49 @@ from pagoda.engine.clients.router import PrefixIndex, ReplicaLoad, RoutedBecause
 from pagoda.engine.engine_core import EngineCore
 
 BLOCK_SIZE = 16
-NUM_BLOCKS = 8192  # 131,072 tokens of each replica
-MAX_MODEL_LEN = 32_768
-MAX_NUM_SEQS = 64
-MAX_BATCHED_TOKENS = 2048
 VOCABULARY = 32_000
 ANSWER = 7  # each token of each output
 HASH_SEED = 1
 STATS_INTERVAL_S = 0.1
 
-# Llama-3.1-8B on an H100: a step of one row 4.27 ms, of 64 rows 5.42, 35,500 tokens of long prompts per second
-STEP_S, ROW_S, TOKEN_S, PAIR_S, READ_S = 4.25e-3, 13e-6, 24e-6, 1e-9, 0.04e-6
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What each replica has, and what its steps take.
 
-def fitted_costs() -> CostModel:
-    """Return a cost model that has seen steps of all sizes with these costs. Below 128 tokens, reading weights hides
-    what a token costs.
+    By default, Llama-3.1-8B on an H100: a step of one row takes 4.27 ms, of 64 rows 5.42, and 35,500 tokens of long
+    prompts are computed per second.
+    hidden_tokens: of a step, that cost nothing, because reading the weights takes longer.
     """
-    costs, rng = CostModel(), np.random.default_rng(0)
-    for _ in range(600):
-        num_rows = int(rng.integers(1, MAX_NUM_SEQS))
-        start = rng.integers(0, 20_000, num_rows).astype(np.int32)
-        new = np.ones(num_rows, np.int32)
-        new[0] = 2 ** rng.integers(0, 12)
-        pairs, read = new * (start + new / 2), start + new
-        tokens = max(0, int(new.sum()) - 128)
-        seconds = STEP_S + num_rows * ROW_S + tokens * TOKEN_S + pairs.sum() * PAIR_S + read.sum() * READ_S
-        costs.observe_step(RowWork(start, new), float(seconds))
-    return costs
+
+    num_blocks: int = 8192  # 131,072 tokens
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 2048
+    max_model_len: int = 32_768
+    step_s: float = 4.25e-3
+    row_s: float = 13e-6
+    token_s: float = 24e-6
+    hidden_tokens: int = 128
+    pair_s: float = 1e-9
+    read_s: float = 0.04e-6
+
+    def costs(self) -> CostModel:
+        """Return a cost model that has seen steps of all sizes."""
+        costs, rng = CostModel(), np.random.default_rng(0)
+        for _ in range(600):
+            num_rows = int(rng.integers(1, self.max_num_seqs))
+            start = rng.integers(0, 20_000, num_rows).astype(np.int32)
+            new = np.ones(num_rows, np.int32)
+            new[0] = 2 ** rng.integers(0, 12)
+            pairs, read = new * (start + new / 2), start + new
+            tokens = max(0, int(new.sum()) - self.hidden_tokens)
+            seconds = self.step_s + num_rows * self.row_s + tokens * self.token_s
+            seconds += pairs.sum() * self.pair_s + read.sum() * self.read_s
+            costs.observe_step(RowWork(start, new), float(seconds))
+        return costs
+
+
+H100 = Machine()
 
 
 # ---- the policies beside ours
@@ -137,30 +152,30 @@ Workload = Callable[[np.random.Generator, int], list[Ask]]
 """Makes the requests for so many replicas."""
 
 
-def _tokens(rng: np.random.Generator, low: int, high: int | None = None) -> np.ndarray:
+def tokens(rng: np.random.Generator, low: int, high: int | None = None) -> np.ndarray:
     """Return random tokens: `low`, or between `low` and `high`."""
     return rng.integers(0, VOCABULARY, low if high is None else rng.integers(low, high), np.int32)
 
 
-def _arrivals(rng: np.random.Generator, per_s: float, count: int) -> list[float]:
+def arrivals(rng: np.random.Generator, per_s: float, count: int) -> list[float]:
     return np.cumsum(rng.exponential(1 / per_s, count)).tolist()
 
 
 def prefixes(rng: np.random.Generator, num_replicas: int) -> list[Ask]:
     """20 prefixes of 8,000 tokens, more than a cache holds, each with questions of 50 to 400; 6 per s and replica."""
-    shared = [_tokens(rng, 8000) for _ in range(20)]
+    shared = [tokens(rng, 8000) for _ in range(20)]
     return [
-        Ask(at_s, np.concatenate([shared[rng.integers(20)], _tokens(rng, 50, 400)]), int(rng.integers(20, 100)))
-        for at_s in _arrivals(rng, 6.0 * num_replicas, 60 * num_replicas)
+        Ask(at_s, np.concatenate([shared[rng.integers(20)], tokens(rng, 50, 400)]), int(rng.integers(20, 100)))
+        for at_s in arrivals(rng, 6.0 * num_replicas, 60 * num_replicas)
     ]
 
 
 def sessions(rng: np.random.Generator, num_replicas: int) -> list[Ask]:
     """Agents, 10 per replica: each turn adds 200 to 2,000 tokens and its answer to the last prompt; eight turns."""
-    system = _tokens(rng, 1500)
+    system = tokens(rng, 1500)
 
     def turn(at_s: float, known: np.ndarray, num_left: int) -> Ask:
-        prompt, num_out = np.concatenate([known, _tokens(rng, 200, 2000)]), int(rng.integers(30, 200))
+        prompt, num_out = np.concatenate([known, tokens(rng, 200, 2000)]), int(rng.integers(30, 200))
         pause_s = rng.exponential(1.0)
 
         def then(ended_s: float) -> Ask | None:
@@ -170,18 +185,18 @@ def sessions(rng: np.random.Generator, num_replicas: int) -> list[Ask]:
         return Ask(at_s, prompt, num_out, then)
 
     return [
-        turn(at_s, np.concatenate([system, _tokens(rng, 500, 4000)]), 8)
+        turn(at_s, np.concatenate([system, tokens(rng, 500, 4000)]), 8)
         for at_s in rng.uniform(0, 5, 10 * num_replicas).tolist()
     ]
 
 
 def bursts(rng: np.random.Generator, num_replicas: int) -> list[Ask]:
     """Every two seconds 16 requests per replica at once: one of 20 prefixes of 2,000 tokens, and up to 3,000 more."""
-    shared = [_tokens(rng, 2000) for _ in range(20)]
+    shared = [tokens(rng, 2000) for _ in range(20)]
     return [
         Ask(
             2.0 * burst + number * 1e-4,
-            np.concatenate([shared[rng.integers(20)], _tokens(rng, 50, 3000)]),
+            np.concatenate([shared[rng.integers(20)], tokens(rng, 50, 3000)]),
             int(rng.integers(20, 150)),
         )
         for burst in range(5)
@@ -191,14 +206,14 @@ def bursts(rng: np.random.Generator, num_replicas: int) -> list[Ask]:
 
 def hot(rng: np.random.Generator, num_replicas: int) -> list[Ask]:
     """Nine of ten requests begin with the same 6,000 tokens, the others with nothing known; 12 per s and replica."""
-    shared = _tokens(rng, 6000)
+    shared = tokens(rng, 6000)
     return [
         Ask(
             at_s,
-            _tokens(rng, 4000, 8000) if rng.random() < 0.1 else np.concatenate([shared, _tokens(rng, 50, 600)]),
+            tokens(rng, 4000, 8000) if rng.random() < 0.1 else np.concatenate([shared, tokens(rng, 50, 600)]),
             int(rng.integers(20, 100)),
         )
-        for at_s in _arrivals(rng, 12.0 * num_replicas, 80 * num_replicas)
+        for at_s in arrivals(rng, 12.0 * num_replicas, 80 * num_replicas)
     ]
 
 
@@ -206,17 +221,17 @@ def unshared(rng: np.random.Generator, num_replicas: int) -> list[Ask]:
     """Nothing is shared: prompts of log-normal length, 800 tokens in the middle; 12 per s and replica."""
     lengths = np.clip(rng.lognormal(np.log(800), 1.2, 80 * num_replicas), 16, 30_000).astype(int)
     return [
-        Ask(at_s, _tokens(rng, length), int(rng.integers(20, 150)))
-        for at_s, length in zip(_arrivals(rng, 12.0 * num_replicas, len(lengths)), lengths.tolist(), strict=True)
+        Ask(at_s, tokens(rng, length), int(rng.integers(20, 150)))
+        for at_s, length in zip(arrivals(rng, 12.0 * num_replicas, len(lengths)), lengths.tolist(), strict=True)
     ]
 
 
 def slow(rng: np.random.Generator, num_replicas: int) -> list[Ask]:
     """As `bursts` and `prefixes` need not tell: 2,000-token prefixes; the first replica takes three times as long."""
-    shared = [_tokens(rng, 2000) for _ in range(20)]
+    shared = [tokens(rng, 2000) for _ in range(20)]
     return [
-        Ask(at_s, np.concatenate([shared[rng.integers(20)], _tokens(rng, 50, 2000)]), int(rng.integers(20, 100)))
-        for at_s in _arrivals(rng, 10.0 * num_replicas, 80 * num_replicas)
+        Ask(at_s, np.concatenate([shared[rng.integers(20)], tokens(rng, 50, 2000)]), int(rng.integers(20, 100)))
+        for at_s in arrivals(rng, 10.0 * num_replicas, 80 * num_replicas)
     ]
 
 
@@ -284,12 +299,14 @@ class _Engine:
 
     is_up, is_stuck, is_idle = True, False, False
 
-    def __init__(self, clock: VirtualClock, costs: CostModel, times: float, on_message: Callable[[], object]) -> None:
-        options = SchedulerOptions(MAX_NUM_SEQS, MAX_BATCHED_TOKENS, prefix_hash_seed=HASH_SEED)
-        cache = EngineConfig().cache
-        self.scheduler = Scheduler(options, cache, (KVGroupSpec(),), NUM_BLOCKS, MAX_MODEL_LEN, clock)
+    def __init__(
+        self, clock: VirtualClock, machine: Machine, costs: CostModel, times: float, on_message: Callable[[], object]
+    ) -> None:
+        options = SchedulerOptions(machine.max_num_seqs, machine.max_batched_tokens, prefix_hash_seed=HASH_SEED)
+        cache, length = EngineConfig().cache, machine.max_model_len
+        self.scheduler = Scheduler(options, cache, (KVGroupSpec(),), machine.num_blocks, length, clock)
         self.executor = _Executor(costs, times)
-        sizes = wire.EngineSizes(MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS, 0)
+        sizes = wire.EngineSizes(length, BLOCK_SIZE, machine.num_blocks, 0)
         recorder: Any = _NoRecorder()
         executor: Any = self.executor
         self.core = EngineCore(self.scheduler, executor, clock, sizes, VOCABULARY, recorder=recorder)
@@ -331,7 +348,15 @@ class Figures:
 class Simulation:
     """So many replicas that serve a workload, until all requests have ended."""
 
-    def __init__(self, num_replicas: int, router: type[Router], costs: CostModel, slow_times: float = 1.0) -> None:
+    def __init__(
+        self,
+        num_replicas: int,
+        router: type[Router],
+        costs: CostModel,
+        slow_times: float = 1.0,
+        machine: Machine = H100,
+    ) -> None:
+        """costs: of the machine.   slow_times: as long as others' take the first replica's steps."""
         self.clock = VirtualClock()
         self.replicas = Replicas(
             EngineConfig.from_options(
@@ -341,11 +366,12 @@ class Simulation:
                 block_size=BLOCK_SIZE,
             )
         )
-        self.replicas._router = router(MAX_NUM_SEQS, MAX_BATCHED_TOKENS, self.replicas._router.costs)
+        steps = machine.max_num_seqs, machine.max_batched_tokens
+        self.replicas._router = router(*steps, self.replicas._router.costs)
         self.replicas.sinks._sinks[0] = self._take
         self.engines = [
-            _Engine(self.clock, costs, slow_times if number == 0 else 1.0, lambda number=number: self._wake(number))
-            for number in range(num_replicas)
+            _Engine(self.clock, machine, costs, times, lambda number=number: self._wake(number))
+            for number, times in enumerate([slow_times, *[1.0] * (num_replicas - 1)])
         ]
         self._codec = wire.Codec(wire.FromEngine)
         for one, engine in zip(self.replicas.each, self.engines, strict=True):
@@ -413,21 +439,21 @@ def figures_of(workload: str, policy: str, seed: int, num_replicas: int, costs: 
     return Simulation(num_replicas, POLICIES[policy], costs, SLOW.get(workload, 1.0)).run(asks)
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int) -> str:
     low, middle, high = np.quantile(values, (0.0, 0.5, 1.0))
     return f"{middle:,.{digits}f} ({low:,.{digits}f}-{high:,.{digits}f})"
 
 
 def rows(workloads: Sequence[str], policies: Sequence[str], seeds: int, num_replicas: int) -> Iterator[str]:
     """Yield the lines of the table."""
-    costs = fitted_costs()
+    costs = H100.costs()
     yield "| workload | policy | cached, % | TTFT p50, ms | p99, ms |"
     yield "|---|---|---|---|---|"
     for workload, policy in itertools.product(workloads, policies):
         found = [figures_of(workload, policy, seed, num_replicas, costs) for seed in range(seeds)]
         cells = [
-            _spread([100 * one.share for one in found], 1),
-            *(_spread([1e3 * float(np.quantile(one.ttft_s, at)) for one in found], 0) for at in (0.5, 0.99)),
+            spread([100 * one.share for one in found], 1),
+            *(spread([1e3 * float(np.quantile(one.ttft_s, at)) for one in found], 0) for at in (0.5, 0.99)),
         ]
         yield f"| {workload} | {policy} | {' | '.join(cells)} |"
 
@@ -456,7 +482,7 @@ def _us(work: Callable[[], object], count: int) -> float:
     return min(rounds) / count * 1e6
 
 
-def _without_engines(num_replicas: int) -> Replicas:
+def without_engines(num_replicas: int) -> Replicas:
     replicas = Replicas(
         EngineConfig.from_options(
             distributed_executor_backend="fake",
@@ -476,14 +502,14 @@ def _without_engines(num_replicas: int) -> Replicas:
 
 def costs_of_outputs(num_rows: int) -> str:
     """Return a line: microseconds of a step's outputs for so many requests, from the engine's message to the client."""
-    replicas = _without_engines(1)
+    replicas = without_engines(1)
     sampling = SamplingParams(max_tokens=9)
     for handle in range(num_rows):
         replicas.add_request(Request("a", np.zeros(500, np.int32), sampling, handle=handle))
     handles, ones = np.arange(num_rows), np.ones(num_rows, np.int32)
     outputs = EngineCoreOutputs(handles=handles, sequences=0 * ones, counts=ones, token_ids=ones)
     data, codec = (
-        wire.Codec(wire.ToEngine).encode(wire.StepOutputs(0, outputs, (num_rows,))),
+        wire.Codec(wire.ToEngine).encode(wire.StepOutputs({0: outputs}, (num_rows,))),
         wire.Codec(wire.FromEngine),
     )
     return f"| {num_rows} | {_us(lambda: replicas.each[0].on_message(codec.decode(data)), 200):.0f} |"
@@ -491,10 +517,10 @@ def costs_of_outputs(num_rows: int) -> str:
 
 def costs_of_placing(num_replicas: int, count: int = 50) -> Iterator[str]:
     """Yield lines of a table: microseconds of what is done for each request, by prompt."""
-    replicas = _without_engines(num_replicas)
+    replicas = without_engines(num_replicas)
     rng, handles = np.random.default_rng(0), itertools.count()
     for num_tokens, holders in ((500, 0), (8_000, 0), (8_000, 1), (8_000, num_replicas), (30_000, num_replicas)):
-        prompt = _tokens(rng, num_tokens)
+        prompt = tokens(rng, num_tokens)
         request = Request("a", prompt, SamplingParams(max_tokens=9))
         hashes = (*hashes_of_prompt(request, HASH_SEED, BLOCK_SIZE),)
         for one in replicas.each[:holders]:

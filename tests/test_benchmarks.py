@@ -29,7 +29,7 @@ def test_imports_of_benchmarks_exist(path: Path) -> None:
 def test_the_simulation_of_replicas_answers_every_request_and_repeats(policy: str) -> None:
     def run() -> router.Figures:
         asks = router.WORKLOADS["sessions"](np.random.default_rng(1), 1)[:3]
-        return router.Simulation(2, router.POLICIES[policy], router.fitted_costs(), slow_times=2.0).run(asks)
+        return router.Simulation(2, router.POLICIES[policy], router.H100.costs(), slow_times=2.0).run(asks)
 
     found, again = run(), run()
     assert len(found.ttft_s) == 3 * 8
