@@ -21,7 +21,7 @@ from benchmarks.compare import circumstances
 from benchmarks.core_counts import NAMES, linear_sizes
 from benchmarks.linear_roofline import Reader, arithmetic_s, prepare
 from benchmarks.make_random_model import SHAPES, Shape
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, OutputRows
 from pagoda.kernels.native import library
 from pagoda.kernels.native.threads import available_cpus
 from pagoda.kernels.native_ops import NativeOps
@@ -75,10 +75,10 @@ def batch_of(rows: int, computed: int, new: int, num_layers: int = 0) -> Forward
     starts = torch.arange(rows + 1, dtype=torch.int32)
     lens = torch.full((rows,), computed + new, dtype=torch.int32)
     metadata = AttentionMetadata(starts * new, lens, table, slots, _BLOCK, new, computed + new)
-    tail = AttentionMetadata(starts, lens, table, slots, _BLOCK, 1, computed + new)
+    of_outputs = AttentionMetadata(starts, lens, table, slots, _BLOCK, 1, computed + new)
     ids, ends = torch.arange(rows * new) % 16, (starts[1:] * new - 1).long()
     return ForwardBatch(
-        ids.int(), positions.int(), (metadata,), Tail(ends, (tail,)), torch.arange(rows), {}, num_layers
+        ids.int(), positions.int(), (metadata,), OutputRows(ends, (of_outputs,)), torch.arange(rows), {}, num_layers
     )
 
 

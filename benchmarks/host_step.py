@@ -70,7 +70,7 @@ class NoForward(ForwardRunner):
             self.gaps_s.append(time.perf_counter() - self._ended_s)
             time.sleep(self.takes_s)
             self._ended_s = time.perf_counter()
-        return Computed(self._logits[: batch.tail.index.shape[0]], self._logits[: batch.logits_index.shape[0]])
+        return Computed(self._logits[: batch.outputs.index.shape[0]], self._logits[: batch.logits_index.shape[0]])
 
 
 class TimedWorker:

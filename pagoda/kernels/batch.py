@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
     KVLayer: TypeAlias = batch.KVLayer[torch.Tensor]
     AttentionMetadata: TypeAlias = batch.AttentionMetadata[torch.Tensor]
-    Tail: TypeAlias = batch.Tail[torch.Tensor]
+    OutputRows: TypeAlias = batch.OutputRows[torch.Tensor]
     ForwardBatch: TypeAlias = batch.ForwardBatch[torch.Tensor]
     Input: TypeAlias = batch.Input[torch.Tensor]
 else:
     # The classes themselves: creating an instance through a subscripted alias sets an attribute on it, which a frozen
     # class with slots refuses.
-    from pagoda.ops.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
+    from pagoda.ops.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, OutputRows
 
-__all__ = ["AttentionMetadata", "ForwardBatch", "Input", "KVLayer", "Tail"]
+__all__ = ["AttentionMetadata", "ForwardBatch", "Input", "KVLayer", "OutputRows"]

@@ -7,16 +7,16 @@ from pagoda.ops.batch import ForwardBatch
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import LinearWeight, LowRankTable, Tensor
 
-ADAPTERS, TAIL_ADAPTERS, LOGITS_ADAPTERS = "adapters", "tail_adapters", "logits_adapters"
-"""Inputs of a batch with adapters: int32, the slot of each token, each token of the tail, and each of logits_index."""
+ADAPTERS, OUTPUT_ADAPTERS, LOGITS_ADAPTERS = "adapters", "output_adapters", "logits_adapters"
+"""Inputs of a batch with adapters: int32, the slot of each token, each output row, and each of logits_index."""
 
 
 class AdaptedOps:
     """ForwardOps that add what each row's adapter adds to the layers that adapters adapt; other ops are `ops`'s own.
 
     tables: by identity of the weight (Parameter.value) that a layer passes to its op.
-    slots: the adapters of rows, by the number of rows: of the batch's tokens, or of its tail. They cannot be confused,
-    because a tail with as many tokens as the batch is the batch.
+    slots: the adapters of rows, by the number of rows: of the batch's tokens, or of its output rows. They cannot be
+    confused, because as many output rows as the batch has tokens are the batch.
     """
 
     def __init__(self, ops: ForwardOps, tables: Mapping[int, LowRankTable], slots: Mapping[int, Tensor]) -> None:
@@ -57,6 +57,6 @@ def adapted_to(ops: ForwardOps, tables: Mapping[int, LowRankTable], batch: Forwa
     if given is None:
         return ops
     slots = {given.tensor.shape[0]: given.tensor}
-    tail = batch.inputs[TAIL_ADAPTERS].tensor
-    slots.setdefault(tail.shape[0], tail)
+    of_outputs = batch.inputs[OUTPUT_ADAPTERS].tensor
+    slots.setdefault(of_outputs.shape[0], of_outputs)
     return cast(ForwardOps, AdaptedOps(ops, tables, slots))

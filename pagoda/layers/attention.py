@@ -133,7 +133,7 @@ class Attention(Module):
         """x, residual [T, hidden] -> attention output and residual, of the tokens that continue.
 
         Writes the K and V of all tokens, if it is causal. last: this is the model's last layer, after which only the
-        batch's tail is needed.
+        batch's output rows are needed.
         """
         q, k, v = self.project(ops, x)
         if self.q_norm is not None:
@@ -145,13 +145,13 @@ class Attention(Module):
         if self.kv is None:
             attended = self._attend_to_text(ops, q, k, v, batch)
             if last:
-                attended, residual = (ops.select_rows(rows, batch.tail.index) for rows in (attended, residual))
+                attended, residual = batch.outputs.of(ops, attended, residual)
         else:
             cache, metadata = kv[self.place.index], batch.metadata[self.place.group]
             q = self.write(ops, q, k, v, batch, cache)
             if last:
-                metadata = batch.tail.metadata[self.place.group]
-                q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
+                metadata = batch.outputs.metadata[self.place.group]
+                q, residual = batch.outputs.of(ops, q, residual)
             attended = self.attend(ops, q, cache, metadata)
         return attended if self.o_proj is None else self.o_proj(ops, attended), residual
 
@@ -238,8 +238,8 @@ class SharedKVAttention(Module):
         q, _ = ops.rotary(q, ops.select_heads(q, 0, 1, self.dim), batch.positions, self.rotary.cos, self.rotary.sin)
         metadata = batch.metadata[place.group]
         if last:
-            metadata = batch.tail.metadata[place.group]
-            q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
+            metadata = batch.outputs.metadata[place.group]
+            q, residual = batch.outputs.of(ops, q, residual)
         return self.o_proj(ops, ops.attention(q, kv[place.index], metadata, self.scale, self.window)), residual
 
 
@@ -284,8 +284,8 @@ class CrossAttention(Module):
         self.heads = Heads(num_heads, num_kv_heads, self.heads.dim)
         self.kv = KVDeclaration(KVGroupKind.CROSS, 0, self.heads.shape_of_kv())
 
-    def __call__(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch, kv: Sequence[KVLayer], is_tail: bool) -> Tensor:
-        """x [T, hidden] -> the same shape.   is_tail: its rows are those of the batch's tail."""
+    def __call__(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch, kv: Sequence[KVLayer], last: bool) -> Tensor:
+        """x [T, hidden] -> the same shape.   last: its rows are the batch's output rows."""
         heads, dim, cache = self.heads, self.heads.dim, kv[self.place.index]
         metadata = batch.metadata[self.place.group]
         states = batch.inputs.get(ENCODER_STATES)
@@ -293,6 +293,6 @@ class CrossAttention(Module):
             _, k, v = ops.split_qkv(self.kv_proj(ops, states.tensor), 0, heads.num_kv_heads, dim)
             ops.write_kv(k, v, cache, metadata)
         q, _, _ = ops.split_qkv(self.q(ops, x), heads.num_heads, 0, dim)
-        if is_tail:
-            metadata = batch.tail.metadata[self.place.group]
+        if last:
+            metadata = batch.outputs.metadata[self.place.group]
         return self.o_proj(ops, ops.attention(q, cache, metadata, self.scale))

@@ -118,8 +118,8 @@ class LatentAttention(Module):
         cos, sin = self.rotary.cos, self.rotary.sin
         turned = ops.rotary_write_kv(turned, k, latent, batch.positions, cos, sin, cache, metadata)
         if last:
-            metadata = batch.tail.metadata[self.place.group]
-            q, turned, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, turned, residual))
+            metadata = batch.outputs.metadata[self.place.group]
+            q, turned, residual = batch.outputs.of(ops, q, turned, residual)
         q = self.q_up(ops, ops.select_heads(q, 0, num_heads, heads.plain))
         q = ops.select_heads(q, 0, num_heads, heads.latent)
         attended = ops.latent_attention(q, turned, cache, metadata, self.scale)

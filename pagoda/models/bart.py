@@ -40,7 +40,7 @@ class BartLayer(StackLayer):
         attended, x = self.self_attn(ops, x, x, batch, kv, last)
         x, _ = self.self_attn_layer_norm.add(ops, attended, x)
         if self.encoder_attn is not None and self.encoder_attn_layer_norm is not None:
-            attended = self.encoder_attn(ops, x, batch, kv, is_tail=last)
+            attended = self.encoder_attn(ops, x, batch, kv, last)
             x, _ = self.encoder_attn_layer_norm.add(ops, attended, x)
         inner = self.fc2(ops, ops.activate(self.fc1(ops, x), self.activation))
         return self.final_layer_norm.add(ops, inner, x)[0]
@@ -74,7 +74,7 @@ class BartDecoder(Module):
         self.layers = [BartLayer(spec, config.activation, states_size, k_bias=True) for _ in range(spec.num_layers)]
 
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
-        """[num_tail, hidden]."""
+        """[num_outputs, hidden]."""
         x = ops.add(self.embed_tokens.of_batch(ops, batch), self.embed_positions(ops, batch.positions))
         x = self.layernorm_embedding(ops, x)
         for layer in self.layers:

@@ -60,7 +60,7 @@ class Model(Module):
     dense: Sequence["PoolingLayer"] = ()
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
-        """Return the final hidden states of the batch's tail, [num_tail, hidden], normed.
+        """Return the final hidden states of the batch's output rows, [num_outputs, hidden], normed.
 
         Writes the K and V of all its tokens to `kv` (one per attention, in the order of the tree). Computes with `ops`
         alone, so that a recorder given as `ops` records the forward.
@@ -167,7 +167,7 @@ class Encoder(Model):
 
     `forward` computes a batch of items. Its batch has the inputs of its items, positions, and a metadata for each kind
     of attention; no token ids. It returns the items' outputs, one after the other: a row per token, or per row of the
-    batch's tail where it makes fewer.
+    batch's output rows where it makes fewer.
     output_size: elements of each of its outputs.   reads_text: its features are token ids, [tokens, 1]; `start` is what
     the decoder's answer to a text begins with.
     whole_items: all rows of an item must be in one chunk of the decoder, because they attend to each other there.

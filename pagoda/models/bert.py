@@ -80,7 +80,7 @@ class BertLayer(Module):
         self.activation = config.activation
 
     def __call__(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch, last: bool) -> Tensor:
-        """x [T, hidden] -> the same for the tokens that continue.   last: only the batch's tail is needed after it."""
+        """x [T, hidden] -> the same for the tokens that continue.   last: only the output rows are needed after it."""
         attended, x = self.attention.self(ops, x, x, batch, (), last)
         x = self.attention.output.add(ops, attended, x)
         return self.output.add(ops, ops.activate(self.intermediate(ops, x), self.activation), x)

@@ -171,7 +171,7 @@ class ParallelLayer(LlamaLayer):
         if self.post_attention_layernorm is not self.input_layernorm:
             x = self.post_attention_layernorm(ops, residual)
         elif last:
-            x = ops.select_rows(x, batch.tail.index)
+            x = ops.select_rows(x, batch.outputs.index)
         return ops.add(self.mlp(ops, x), attended), residual
 
 

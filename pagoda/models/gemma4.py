@@ -157,7 +157,7 @@ class Gemma4Layer(SandwichLayer):
             given, size = batch.inputs[LAYER_INPUTS].tensor, self.input_size
             given = ops.select_heads(given, self.index * size, 1, size)
             if last:
-                given = ops.select_rows(given, batch.tail.index)
+                given = ops.select_rows(given, batch.outputs.index)
             residual = ops.add(x, residual)
             gate = ops.activate(self.per_layer_input_gate(ops, residual), self.activation)
             x = self.post_per_layer_input_norm(ops, self.per_layer_projection(ops, ops.multiply(gate, given)))

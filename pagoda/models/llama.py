@@ -63,7 +63,7 @@ class LlamaModel(Module):
         return batch
 
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
-        """[num_tail, hidden], normed. Of a stage that is not the last: [T, hidden], part of what the next one gets."""
+        """[num_outputs, hidden], normed. Of a stage that is not the last: [T, hidden], part of what the next gets."""
         layers = [layer for layer in self.layers if not layer.is_elsewhere]
         layers = layers[: batch.num_layers] if batch.num_layers else layers
         if self.place.is_first_stage:

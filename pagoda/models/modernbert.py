@@ -84,7 +84,7 @@ class ModernBertLayer(Module):
     ) -> tuple[Tensor, Tensor]:
         """x [T, hidden], not yet added to the residual stream -> the same for the tokens that continue.
 
-        last: only the batch's tail is needed after this layer.
+        last: only the batch's output rows are needed after this layer.
         """
         if self.attn_norm is not None and residual is not None:
             x, residual = self.attn_norm.add(ops, x, residual)

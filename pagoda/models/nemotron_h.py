@@ -130,7 +130,7 @@ class NemotronHLayer(LlamaLayer):
         if isinstance(self.mixer, Mamba2 | DecoderAttention):
             return self.mixer(ops, x, residual, batch, kv, last)
         if last:
-            x, residual = (ops.select_rows(rows, batch.tail.index) for rows in (x, residual))
+            x, residual = batch.outputs.of(ops, x, residual)
         return self.mixer(ops, x), residual
 
 

@@ -73,8 +73,8 @@ class GatedAttention(DecoderAttention):
         cache, metadata = kv[self.place.index], batch.metadata[self.place.group]
         q = self.write(ops, self.q_norm(ops, q), self.k_norm(ops, k), v, batch, cache)
         if last:
-            metadata = batch.tail.metadata[self.place.group]
-            q, gate, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, gate, residual))
+            metadata = batch.outputs.metadata[self.place.group]
+            q, gate, residual = batch.outputs.of(ops, q, gate, residual)
         attended = self.attend(ops, q, cache, metadata)
         return self.o_proj(ops, ops.multiply(attended, ops.activate(gate, Activation.SIGMOID))), residual
 

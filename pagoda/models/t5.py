@@ -83,7 +83,7 @@ class T5Block(Module):
         x, residual = self.self_attn(ops, x, residual, batch, kv, last)
         if self.encoder_attn is not None and self.encoder_attn_norm is not None:
             x, residual = self.encoder_attn_norm.add(ops, x, residual)
-            x = self.encoder_attn(ops, x, batch, kv, is_tail=last)
+            x = self.encoder_attn(ops, x, batch, kv, last)
         x, residual = self.mlp_norm.add(ops, x, residual)
         return self.mlp(ops, x), residual
 
@@ -99,7 +99,7 @@ class T5Stack(Module):
         self.cuts = is_decoder
 
     def __call__(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
-        """x [T, hidden] -> the same, normed: of a decoder, [num_tail, hidden]."""
+        """x [T, hidden] -> the same, normed: of a decoder, [num_outputs, hidden]."""
         residual: Tensor | None = None
         for block in self.block:
             x, residual = block(ops, x, residual, batch, kv, last=self.cuts and block is self.block[-1])

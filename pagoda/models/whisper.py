@@ -55,7 +55,7 @@ class WhisperLayer(StackLayer):
         x, residual = self.self_attn(ops, x, residual, batch, kv, last)
         if self.encoder_attn is not None and self.encoder_attn_layer_norm is not None:
             x, residual = self.encoder_attn_layer_norm.add(ops, x, residual)
-            x = self.encoder_attn(ops, x, batch, kv, is_tail=last)
+            x = self.encoder_attn(ops, x, batch, kv, last)
         x, residual = self.final_layer_norm.add(ops, x, residual)
         return self.fc2(ops, ops.activate(self.fc1(ops, x), self.activation)), residual
 
@@ -126,7 +126,7 @@ class WhisperDecoder(Module):
         self.layer_norm = LayerNorm(spec.hidden_size, NORM_EPS)
 
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
-        """[num_tail, hidden], normed."""
+        """[num_outputs, hidden], normed."""
         x = ops.add(self.embed_tokens.of_batch(ops, batch), self.embed_positions(ops, batch.positions))
         residual: Tensor | None = None
         for layer in self.layers:

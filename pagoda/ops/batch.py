@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from pagoda.ops.declare import Domain
-from pagoda.ops.tensor import TensorT
+from pagoda.ops.tensor import Tensor, TensorT
+
+if TYPE_CHECKING:
+    from pagoda.ops.forward import ForwardOps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,17 +57,21 @@ class AttentionMetadata(Generic[TensorT]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tail(Generic[TensorT]):
+class OutputRows(Generic[TensorT]):
     """The tokens whose final hidden states are needed: the last few of some rows, at least one token in total.
 
     The other tokens only leave their K and V in the last layer's cache.
 
-    index: int64 [num_tail], which of the batch's tokens, ascending.
+    index: int64 [num_outputs], which of the batch's tokens, ascending.
     metadata: one per KV group, the batch as if it were these tokens alone; its slot_mapping is still the whole batch's.
     """
 
     index: TensorT
     metadata: tuple[AttentionMetadata[TensorT], ...]
+
+    def of(self, ops: "ForwardOps", *values: Tensor) -> tuple[Tensor, ...]:
+        """Return these rows of each of `values`, which have a row per token of the batch."""
+        return tuple(ops.select_rows(value, self.index) for value in values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +92,7 @@ class ForwardBatch(Generic[TensorT]):
     token_ids: int32 [num_tokens].   positions: int32 [num_tokens], or [num_tokens, runs] (see ForwardOps.rotary), for
         the rotary embedding; where K and V are written is slot_mapping's business.
     metadata: one per KV group, in the order of the model's kv_groups.
-    tail: the tokens that the forward returns.   logits_index: int64 [num_logits], which of those give logits.
+    outputs: the tokens that the forward returns.   logits_index: int64 [num_logits], which of those give logits.
     inputs: what else this step brings, by name.
     num_layers: compute only so many of the first layers (for a draft); 0 for all.
     A program is recorded for each number of layers and set of inputs.
@@ -94,7 +101,7 @@ class ForwardBatch(Generic[TensorT]):
     token_ids: TensorT
     positions: TensorT
     metadata: tuple[AttentionMetadata[TensorT], ...]
-    tail: Tail[TensorT]
+    outputs: OutputRows[TensorT]
     logits_index: TensorT
     inputs: Mapping[str, Input[TensorT]] = field(default_factory=dict[str, Input[TensorT]])
     num_layers: int = 0

@@ -36,7 +36,7 @@ class Domain(IntEnum):
     TOKENS = 0  # the batch's tokens
     TAIL = 1  # the tokens whose final hidden states are needed
     EMBEDS = 2  # the batch's tokens that are given as embeddings
-    LOGITS = 3  # the tokens of the tail that give logits
+    LOGITS = 3  # those of them that give logits
     FEATURES = 4  # of an encoder: what it reads, where that has not a row per token
     ENCODER = 5  # of a decoder: the encoder's outputs of the rows whose encoder input enters the cache in this step
 

@@ -37,12 +37,12 @@ class CrossQueries:
     def __init__(self, ops: Ops, inputs: StepInputs, groups: Sequence[int]) -> None:
         """groups: of cross attention."""
         self._ops = ops
-        tail = inputs.batch.tail
-        in_tail = torch.arange(len(tail.index)) if inputs.states_index is None else inputs.states_index
-        in_tail = in_tail.to(tail.index.device)[sum(count for _, _, count in inputs.prompt_rows) :]
-        # The last layer computes the tail alone; where that is the whole batch, both metadata are the same.
-        self._rows = {id(inputs.batch.metadata[group]): tail.index[in_tail] for group in groups}
-        self._rows |= {id(tail.metadata[group]): in_tail for group in groups}
+        outputs = inputs.batch.outputs
+        in_outputs = torch.arange(len(outputs.index)) if inputs.states_index is None else inputs.states_index
+        in_outputs = in_outputs.to(outputs.index.device)[sum(count for _, _, count in inputs.prompt_rows) :]
+        # The last layer computes the output rows alone; where those are the whole batch, both metadata are the same.
+        self._rows = {id(inputs.batch.metadata[group]): outputs.index[in_outputs] for group in groups}
+        self._rows |= {id(outputs.metadata[group]): in_outputs for group in groups}
         self._layers: list[_Layer] = []
 
     @classmethod

@@ -116,7 +116,7 @@ def _power_of_two(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchRows:
-    """The rows of a batch, or of its tail, on the host: see AttentionMetadata.
+    """The rows of a batch, or of its output rows, on the host: see AttentionMetadata.
 
     tables: a block table per KV group.   block_size: tokens per block.
     max_query_len, max_seq_len: its largest of both.
@@ -174,7 +174,7 @@ class BatchRows:
     def ends(self, wanted: np.ndarray) -> tuple["BatchRows", np.ndarray]:
         """Return the shortest row ends that contain the tokens `wanted`, and their indices in the batch (int64).
 
-        They have at least one token, so that the forward pass needs no special case for an empty tail.
+        They have at least one token, so that the forward pass needs no special case for none.
         """
         start = self.query_start
         counts = np.zeros(len(start) - 1, np.int32)
@@ -185,14 +185,14 @@ class BatchRows:
             counts[-1] = 1
         rows = np.flatnonzero(counts)
         counts, seq_lens = counts[rows], self.seq_lens[rows]
-        tail_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=tail_start[1:])
-        shift = start[rows + 1] - tail_start[1:]  # index in the batch minus index in the tail
-        index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, counts)
+        query_start = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        shift = start[rows + 1] - query_start[1:]  # index in the batch minus index among the ends
+        index = np.arange(query_start[-1], dtype=np.int64) + np.repeat(shift, counts)
         tables = [table[rows] for table in self.tables]
         seen = None if self.last_seen is None else self.last_seen[index]
         longest = int(counts.max()), int(seq_lens.max())
-        ends = BatchRows(tail_start, seq_lens, tables, *longest, last_seen=seen, block_size=self.block_size)
+        ends = BatchRows(query_start, seq_lens, tables, *longest, last_seen=seen, block_size=self.block_size)
         return ends, index
 
     def metadata(self, slots: list[torch.Tensor], tensors: list[torch.Tensor]) -> tuple[AttentionMetadata, ...]:
@@ -223,8 +223,8 @@ class StepStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CrossRows:
-    """What a batch, or its tail, reads of the encoder's tokens. Every token is a row of its own, which reads them all:
-    no mask is needed, and its bits do not depend on the chunk.
+    """What a batch, or its output rows, read of the encoder's tokens. Every token is a row of its own, which reads them
+    all: no mask is needed, and its bits do not depend on the chunk.
 
     lengths: int32 [num_tokens], encoder tokens of each token's request.   tables: a block table per group.
     slots: per group, where the encoder tokens of this step are written.

@@ -8,7 +8,7 @@ import torch
 
 from pagoda.core.request import MediaItem
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, OutputRows
 from pagoda.kernels.transfer import parts_to_device
 from pagoda.models.base import ENCODER_PIECE_TOKENS, Encoder, EncoderItem
 from pagoda.worker.batch_rows import StepStates
@@ -148,7 +148,7 @@ def make_encoder_batch(items: Sequence[EncoderItem], dtype: torch.dtype, device:
     ]
     lengths = [np.concatenate([item.segments[kind] for item in items]) for kind in range(len(items[0].segments))]
     named = {name: _joined(items, name) for name in items[0].inputs}
-    of_tokens, of_tail, of_named, *of_kinds = parts_to_device(
+    of_tokens, of_outputs, of_named, *of_kinds = parts_to_device(
         [
             [np.zeros(num_tokens, np.int32), np.concatenate(positions)],
             [np.arange(num_outputs, dtype=np.int64), np.zeros(0, np.int64)],
@@ -166,8 +166,8 @@ def make_encoder_batch(items: Sequence[EncoderItem], dtype: torch.dtype, device:
         values = tensor.to(dtype) if tensor.is_floating_point() else tensor
         inputs[name] = Input(values, items[0].inputs[name].domain)
     token_ids, at = of_tokens
-    tail, no_logits = of_tail
-    return ForwardBatch(token_ids, at, tuple(metadata), Tail(tail, tuple(metadata)), no_logits, inputs)
+    output_index, no_logits = of_outputs
+    return ForwardBatch(token_ids, at, tuple(metadata), OutputRows(output_index, tuple(metadata)), no_logits, inputs)
 
 
 def _segments(lengths: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -47,7 +47,7 @@ _Compute: TypeAlias = Callable[[ForwardOps, AnyBatch, Sequence[AnyKVLayer]], tup
 class Computed(NamedTuple):
     """What a forward pass returns.
 
-    hidden: final hidden states of the batch's tail, [num_tail, hidden].
+    hidden: final hidden states of the batch's output rows, [num_outputs, hidden].
     logits: of its logits_index, float32 [num_logits, vocab]; None if that is empty, or the model has none.
     A padded batch has padding at the end of both. Both may be overwritten by the next forward pass.
     """

@@ -13,11 +13,11 @@ import torch
 
 from pagoda.base.pooling import PER_TOKEN, PoolingKind, PoolingParams
 from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.kernels.batch import ForwardBatch, Input, Tail
+from pagoda.kernels.batch import ForwardBatch, Input, OutputRows
 from pagoda.kernels.sampling.batch import DrawParams
 from pagoda.kernels.sampling.reference import uniforms
 from pagoda.kernels.transfer import parts_to_device
-from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS
+from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, OUTPUT_ADAPTERS
 from pagoda.layers.attention import ENCODER_STATES
 from pagoda.layers.linear import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
@@ -26,7 +26,7 @@ from pagoda.worker.batch_rows import BatchRows, CrossRows, PaddedSize, Padding, 
 from pagoda.worker.table_mirror import TableMirror
 
 _NONE = np.empty(0, np.int64)
-_DOMAINS = {TAIL_ADAPTERS: Domain.TAIL, LOGITS_ADAPTERS: Domain.LOGITS, EMBED_ROWS: Domain.EMBEDS}
+_DOMAINS = {OUTPUT_ADAPTERS: Domain.TAIL, LOGITS_ADAPTERS: Domain.LOGITS, EMBED_ROWS: Domain.EMBEDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class PooledChunk:
 class StepInputs:
     """One step, ready to run. A *draw* is one token to sample: one per sample row, plus one per draft of the row.
 
-    batch: the model's input; its logits_index has the draws' tokens, as indices into the batch's tail.
+    batch: the model's input; its logits_index has the draws' tokens, as indices into the batch's output rows.
     size: to which the batch is padded, with logits_index as long as its tokens if all give logits; None: it is not
         padded.
     draw_rows, draw_positions: int32 [num_draws], table row and position in its sequence of each token to sample.
@@ -69,7 +69,7 @@ class StepInputs:
     num_logits: number of distinct logits of all draws.   num_draws: int32 [num_samples].
     prompt_rows: (row, first prompt position, count) of positions with requested prompt logprobs.
     pooled: chunks of the prompts to pool.
-    states_index: int64, the hidden states of `prompt_rows`, then those of `pooled`, in the tail; None: all of it.
+    states_index: int64, the hidden states of `prompt_rows`, then those of `pooled`; None: all output rows.
     states_adapters: int32, the slot of the adapter of each of these; None if no row of the step has one.
     """
 
@@ -143,25 +143,27 @@ class StagingBatch:
             rows = rows.with_shared_prefixes(output.start, block_size)
         if embeds is not None and embeds.last_seen is not None:
             rows = rows.with_last_seen(positions, embeds.index, embeds.last_seen)
-        tail, tail_index = rows, None
+        outputs, output_index = rows, None
         wanted = np.concatenate([logits_index, states_index]) if states_index.size else logits_index
         if size is None and not _counts_up(wanted, num_tokens):
-            tail, tail_index = rows.ends(wanted)
-            logits_index, states_index = (np.searchsorted(tail_index, index) for index in (logits_index, states_index))
+            outputs, output_index = rows.ends(wanted)
+            logits_index, states_index = (
+                np.searchsorted(output_index, index) for index in (logits_index, states_index)
+            )
 
         named: dict[str, np.ndarray] = {}  # further inputs of the forward that are made on the host
         states_adapters: list[np.ndarray] = []
         if adapters is not None:
-            named[ADAPTERS] = adapters[token_rows]
-            named[TAIL_ADAPTERS] = of_tail = named[ADAPTERS] if tail_index is None else named[ADAPTERS][tail_index]
-            named[LOGITS_ADAPTERS], states_adapters = of_tail[logits_index], [of_tail[states_index]]
+            named[ADAPTERS] = of_all = adapters[token_rows]
+            named[OUTPUT_ADAPTERS] = of_outputs = of_all if output_index is None else of_all[output_index]
+            named[LOGITS_ADAPTERS], states_adapters = of_outputs[logits_index], [of_outputs[states_index]]
         if self._num_token_types:
             named[TOKEN_TYPES] = self._token_types(table, token_rows, positions)
         if embeds is not None:
             named[EMBED_ROWS] = embeds.index
         unknown = last_tokens.unknown(token_rows, positions) if last_tokens is not None else _NONE
         if size is not None:
-            rows = tail = rows.padded(size)
+            rows = outputs = rows.padded(size)
             further = np.arange(size.num_tokens - num_tokens, dtype=np.int32) % size.max_query_len
             token_ids, positions = _with_zeros(token_ids, size.num_tokens), np.concatenate([positions, further])
             slots = [_with_zeros(of_group, size.num_tokens) for of_group in slots]
@@ -171,11 +173,11 @@ class StagingBatch:
                 name: _with_zeros(array, len(logits_index) if name == LOGITS_ADAPTERS else size.num_tokens)
                 for name, array in named.items()
             }
-        if tail_index is None:
-            tail_index = np.arange(len(positions))
+        if output_index is None:
+            output_index = np.arange(len(positions))
         cross = CrossRows.of(table, token_rows, states, block_size) if table.cross_groups else None
-        cross_tail = cross if cross is None or tail is rows else cross.select(tail_index)
-        has_all_states = _counts_up(states_index, len(tail_index))
+        cross_outputs = cross if cross is None or outputs is rows else cross.select(output_index)
+        has_all_states = _counts_up(states_index, len(output_index))
         at = positions if table.rotary is None else table.rotary.of(token_rows, positions)
         params = draw_params(table, draw_rows, draw_positions)
 
@@ -186,33 +188,33 @@ class StagingBatch:
                 num_bytes = self.padding.num_bytes(block_size, len(slots))
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             memory = self._memory
-        of_tokens, of_slots, of_rows, of_tail, of_named, of_params, *others = parts_to_device(
+        of_tokens, of_slots, of_rows, of_outputs, of_named, of_params, *others = parts_to_device(
             [
-                [token_ids, at, tail_index],
+                [token_ids, at, output_index],
                 slots,
                 rows.arrays,
-                [] if tail is rows else tail.arrays,
+                [] if outputs is rows else outputs.arrays,
                 [*named.values(), logits_index],  # those of logits last: a graph may leave them out
                 [] if params is None else params.columns,
                 [draw_rows.astype(np.int64), *([] if draw_logits is None else [draw_logits])],
                 [states_index, *states_adapters],
                 [unknown, token_rows[unknown].astype(np.int64)],
                 [] if cross is None else cross.arrays,
-                [] if cross_tail is None or cross_tail is cross else cross_tail.arrays,
+                [] if cross_outputs is None or cross_outputs is cross else cross_outputs.arrays,
             ],
             self.device,
             memory,
         )
-        of_draws, of_states, of_unknown, of_cross, of_cross_tail = others
+        of_draws, of_states, of_unknown, of_cross, of_cross_outputs = others
         if last_tokens is not None and unknown.size:
             whose, their_rows = of_unknown
             of_tokens[0].index_copy_(0, whose, last_tokens.tokens.index_select(0, their_rows))
         metadata = rows.metadata(of_slots, of_rows)
-        tail_metadata = metadata if tail is rows else tail.metadata(of_slots, of_tail)
-        if cross is not None and cross_tail is not None:
-            is_all, groups = cross_tail is cross, table.cross_groups
+        output_metadata = metadata if outputs is rows else outputs.metadata(of_slots, of_outputs)
+        if cross is not None and cross_outputs is not None:
+            is_all, groups = cross_outputs is cross, table.cross_groups
             metadata = cross.among(metadata, groups, of_cross)
-            tail_metadata = metadata if is_all else cross_tail.among(tail_metadata, groups, of_cross_tail)
+            output_metadata = metadata if is_all else cross_outputs.among(output_metadata, groups, of_cross_outputs)
         inputs = {
             name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS))
             for name, tensor in zip(named, of_named, strict=False)
@@ -226,7 +228,7 @@ class StagingBatch:
                 of_tokens[0],
                 of_tokens[1],
                 metadata,
-                Tail(of_tokens[2], tail_metadata),
+                OutputRows(of_tokens[2], output_metadata),
                 of_named[-1],
                 inputs,
                 num_layers,

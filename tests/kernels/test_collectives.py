@@ -13,7 +13,7 @@ import torch
 
 from pagoda.base.errors import WorkerDied
 from pagoda.base.ranks import RankPlace
-from pagoda.kernels.batch import ForwardBatch, Tail
+from pagoda.kernels.batch import ForwardBatch, OutputRows
 from pagoda.kernels.collectives.group import Communicator, ThreadGroup, thread_groups
 from pagoda.kernels.collectives.segment import HALF_BYTES, INBOX_BYTES, create_segment
 from pagoda.kernels.collectives.shared_memory import SharedGroup, shared_groups
@@ -258,7 +258,7 @@ def test_columns_that_do_not_add_up_fail(native: NativeOps) -> None:
 def batch_of(tokens: int) -> ForwardBatch:
     """A batch for a forward without attention."""
     ids, index = torch.arange(tokens, dtype=torch.int32) % 50, torch.arange(tokens)
-    return ForwardBatch(ids, ids, (), Tail(index, ()), index)
+    return ForwardBatch(ids, ids, (), OutputRows(index, ()), index)
 
 
 class Divided:

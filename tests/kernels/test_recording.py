@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, OutputRows
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.replay.program import Program
 from pagoda.kernels.replay.recorder import NotRecordable, record_forward
@@ -50,8 +50,8 @@ class SmallModel:
         x = ops.rms_norm(x, self.norm, 1e-5)
         q, k, v = ops.split_qkv(ops.linear(x, self.qkv), HEADS, KV_HEADS, DIM)
         q = ops.rotary_write_kv(q, k, v, batch.positions, self.cos, self.sin, kv[0], batch.metadata[0])
-        q, residual = ops.select_rows(q, batch.tail.index), ops.select_rows(residual, batch.tail.index)
-        x = ops.linear(ops.attention(q, kv[0], batch.tail.metadata[0], 0.25), self.out)
+        q, residual = ops.select_rows(q, batch.outputs.index), ops.select_rows(residual, batch.outputs.index)
+        x = ops.linear(ops.attention(q, kv[0], batch.outputs.metadata[0], 0.25), self.out)
         x, residual = ops.add_rms_norm(x, residual, self.norm, 1e-5)
         if batch.num_layers == 1:  # without its experts
             return x
@@ -69,11 +69,11 @@ def batch_of(lens: list[tuple[int, int]], **inputs: Input) -> ForwardBatch:
     metadata = make_metadata(GEOMETRY, lens, blocks)
     ends = metadata.query_start[1:].long() - 1
     ones = torch.arange(len(lens) + 1, dtype=torch.int32)
-    tail = replace(metadata, query_start=ones, max_query_len=1)
+    of_outputs = replace(metadata, query_start=ones, max_query_len=1)
     tokens = int(metadata.query_start[-1])
     positions = torch.cat([torch.arange(start, start + new) for start, new in lens]).int()
     ids = torch.randint(VOCAB, (tokens,), generator=torch.Generator().manual_seed(tokens)).int()
-    return ForwardBatch(ids, positions, (metadata,), Tail(ends, (tail,)), torch.arange(len(lens)), inputs)
+    return ForwardBatch(ids, positions, (metadata,), OutputRows(ends, (of_outputs,)), torch.arange(len(lens)), inputs)
 
 
 def caches() -> tuple[list[KVLayer], list[KVLayer]]:
@@ -85,13 +85,13 @@ STEPS = [[(0, 5), (0, 9), (0, 1)], [(5, 1), (9, 1), (1, 3)], [(6, 7)]]
 
 def with_inputs(lens: list[tuple[int, int]], names: str, seed: int) -> ForwardBatch:
     batch = batch_of(lens)
-    tokens, tail = len(batch.token_ids), len(batch.tail.index)
+    tokens, outputs = len(batch.token_ids), len(batch.outputs.index)
     given: dict[str, Input] = {}
     if "embeddings" in names:
         given["embeddings"] = Input(draw(tokens, HIDDEN, seed=seed))
     if "encoder" in names:
         given["encoder"] = Input(draw(11 + seed, HIDDEN, seed=seed), Domain.EMBEDS)
-        given["of_encoder"] = Input(torch.arange(tail) * 2, Domain.TAIL)
+        given["of_encoder"] = Input(torch.arange(outputs) * 2, Domain.TAIL)
     return replace(batch, inputs=given, num_layers=1 if "draft" in names else 0)
 
 
@@ -169,7 +169,7 @@ TABLE = draw(VOCAB, HIDDEN)
 
 def mixed_domains(ops, batch: ForwardBatch):
     x = ops.embedding(batch.token_ids, TABLE)
-    return ops.moe(ops.select_rows(x, batch.tail.index), x, *experts(ops), 1, True)
+    return ops.moe(ops.select_rows(x, batch.outputs.index), x, *experts(ops), 1, True)
 
 
 def experts(ops):
@@ -182,7 +182,7 @@ def experts(ops):
 
 def attention_of_the_wrong_rows(ops, batch: ForwardBatch, kv: Sequence[KVLayer]):
     q, *_ = ops.split_qkv(ops.embedding(batch.token_ids, TABLE), 2, 1, 16)
-    return ops.attention(q, kv[0], batch.tail.metadata[0], 0.1)
+    return ops.attention(q, kv[0], batch.outputs.metadata[0], 0.1)
 
 
 def unknown_metadata(ops, batch: ForwardBatch, kv: Sequence[KVLayer]):
@@ -224,19 +224,21 @@ def test_inputs_are_checked_before_anything_runs(native: NativeOps) -> None:
     def with_metadata(metadata: AttentionMetadata, **fields: torch.Tensor) -> tuple[AttentionMetadata, ...]:
         return (replace(metadata, **fields),)
 
-    group, tail = batch.metadata[0], batch.tail
+    group, outputs = batch.metadata[0], batch.outputs
     of_encoder = batch.inputs["of_encoder"].tensor
     bad_slot, bad_block = changed(group.slot_mapping, (14,), 72), changed(group.block_table, (1, 1), 9)
     too_long = changed(group.seq_lens, (2,), 99)
     for wrong, said in (
         (replace(batch, token_ids=changed(batch.token_ids, (3,), VOCAB)), r"token_ids: element 3 is 50"),
         (replace(batch, positions=changed(batch.positions, (4,), -1)), "positions: element 4 is -1"),
-        (replace(batch, tail=replace(tail, index=changed(tail.index, (1,), 15))), "tail_index: element 1 is 15"),
+        (replace(batch, outputs=replace(outputs, index=changed(outputs.index, (1,), 15))),
+         "output_index: element 1 is 15"),
         (replace(batch, inputs={**batch.inputs, "of_encoder": Input(changed(of_encoder, (0,), 11), Domain.TAIL)}),
          "of_encoder: element 0 is 11, allowed are 0 to 10"),
         (replace(batch, metadata=with_metadata(group, slot_mapping=bad_slot)), "token 14"),
         (replace(batch, metadata=with_metadata(group, block_table=bad_block)), "row 1"),
-        (replace(batch, tail=replace(tail, metadata=with_metadata(tail.metadata[0], seq_lens=too_long))), "row 2"),
+        (replace(batch, outputs=replace(outputs, metadata=with_metadata(outputs.metadata[0], seq_lens=too_long))),
+         "row 2"),
     ):  # fmt: skip
         with pytest.raises(InvariantBroken, match=said):
             program.run(wrong)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda.kernels.batch import ForwardBatch, Tail
+from pagoda.kernels.batch import ForwardBatch, OutputRows
 from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.layers.attention import Attention, Heads
 from tests.kernels.paged import Geometry, make_metadata
@@ -41,7 +41,7 @@ def test_values(causal: bool, chunks: list[int]) -> None:
     for begin, size in zip([sum(chunks[:at]) for at in range(len(chunks))], chunks, strict=True):
         metadata = make_metadata(GEOMETRY, [(begin, size)], [[1, 2, 3]])
         index = torch.arange(size)
-        batch = ForwardBatch(index.int(), index.int(), (metadata,), Tail(index, (metadata,)), index)
+        batch = ForwardBatch(index.int(), index.int(), (metadata,), OutputRows(index, (metadata,)), index)
         rows = x[begin : begin + size]
         attended, residual = attention(OPS, rows, rows, batch, kv, last=True)
         assert torch.equal(residual, rows)

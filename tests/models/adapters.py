@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from pagoda.kernels.batch import ForwardBatch, Input, KVLayer
-from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS
+from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, OUTPUT_ADAPTERS
 from pagoda.ops.declare import Domain
 from pagoda.worker.forward_runner import Computed, ForwardRunner
 
@@ -64,10 +64,10 @@ class RowsWithAdapters:
     def run(self, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Computed:
         starts = batch.metadata[0].query_start
         tokens = self._slots.to(starts.device).repeat_interleave((starts[1:] - starts[:-1]).long())
-        of_tail = tokens[batch.tail.index]
+        of_outputs = tokens[batch.outputs.index]
         inputs = {
             ADAPTERS: Input(tokens),
-            TAIL_ADAPTERS: Input(of_tail, Domain.TAIL),
-            LOGITS_ADAPTERS: Input(of_tail[batch.logits_index], Domain.LOGITS),
+            OUTPUT_ADAPTERS: Input(of_outputs, Domain.TAIL),
+            LOGITS_ADAPTERS: Input(of_outputs[batch.logits_index], Domain.LOGITS),
         }
         return self._forward.run(replace(batch, inputs=inputs), kv)

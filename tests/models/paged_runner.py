@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, OutputRows
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_runner import Computed, ForwardRunner
 from tests.device_under_test import made, moved
@@ -89,9 +89,9 @@ class PagedRunner:
             )
             for group in metadata
         ]
-        tail = Tail(torch.cat(ends), tuple(asking))
+        outputs = OutputRows(torch.cat(ends), tuple(asking))
         batch = ForwardBatch(
-            token_ids, torch.cat(positions).int(), tuple(metadata), tail, torch.arange(len(tail.index))
+            token_ids, torch.cat(positions).int(), tuple(metadata), outputs, torch.arange(len(outputs.index))
         )
         return self.model.run(moved(batch, self._device), self.kv)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, OutputRows
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
 from pagoda.kernels.native_ops import NativeOps
@@ -73,7 +73,7 @@ def one_token(model: ForwardRunner) -> tuple[ForwardBatch, Sequence[KVLayer]]:
     start = torch.tensor([0, 1], dtype=torch.int32)
     metadata = AttentionMetadata(start, one, one.view(1, 1), torch.tensor([8]), 8, 1, 1)
     groups = (metadata,) * len(model.model.kv_groups)
-    return ForwardBatch(one, one - 1, groups, Tail(torch.tensor([0]), groups), torch.tensor([0])), kv
+    return ForwardBatch(one, one - 1, groups, OutputRows(torch.tensor([0]), groups), torch.tensor([0])), kv
 
 
 def assert_same(folder: Path, ops: NativeOps, dtype: torch.dtype, quantization: str | None = None) -> ForwardRunner:

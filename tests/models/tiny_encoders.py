@@ -17,7 +17,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, OutputRows
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import moved
@@ -103,7 +103,7 @@ def batch_of(
     num_tokens, longest = int(starts[-1]), int(lengths.max())
     blocks, slots = torch.empty(len(rows), 0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
     metadata = AttentionMetadata(starts, lengths, blocks, slots, 16, longest, longest)
-    tail = torch.arange(num_tokens) if index is None else torch.tensor(index)
+    output_index = torch.arange(num_tokens) if index is None else torch.tensor(index)
     inputs = {}
     if num_token_types:
         flat = [kind for row in types for kind in row] if types is not None else [0] * num_tokens
@@ -112,8 +112,8 @@ def batch_of(
         token_ids=torch.tensor([token for row in rows for token in row], dtype=torch.int32),
         positions=torch.cat([torch.arange(len(row)) for row in rows]).int(),
         metadata=(metadata,),
-        tail=Tail(tail, (metadata,)),
-        logits_index=torch.arange(len(tail)),
+        outputs=OutputRows(output_index, (metadata,)),
+        logits_index=torch.arange(len(output_index)),
         inputs=inputs,
     )
 

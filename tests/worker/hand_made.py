@@ -111,7 +111,7 @@ class PagedSumModel:
                 hidden.append(float((seen * torch.arange(3, position + 4, device=seen.device)).sum()))
                 if int(batch.token_ids[t]) == self.broken_token:
                     hidden[-1] = float("nan")
-        return torch.tensor(hidden, device=batch.token_ids.device)[batch.tail.index].unsqueeze(1)
+        return torch.tensor(hidden, device=batch.token_ids.device)[batch.outputs.index].unsqueeze(1)
 
     def compute_logits(self, ops: ForwardOps, hidden: torch.Tensor) -> torch.Tensor:
         target = torch.nan_to_num(hidden) % VOCAB

@@ -14,7 +14,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import RowFork, SchedulerOutput
 from pagoda.kernels import transfer
-from pagoda.kernels.batch import ForwardBatch, KVLayer, Tail
+from pagoda.kernels.batch import ForwardBatch, KVLayer, OutputRows
 from pagoda.kernels.low_rank.table import LowRankPiece, PlainLowRank
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.torch_ops import TorchOps
@@ -207,7 +207,7 @@ def test_steps_with_a_shared_prefix_have_graphs_of_their_own() -> None:
         parts = [[ones, ones - 1, np.arange(2)], [slots], rows.arrays]
         (token_ids, positions, index), of_groups, of_rows = parts_to_device(parts, CPU, memory)
         metadata = rows.metadata(of_groups, of_rows)
-        batch = ForwardBatch(token_ids, positions, metadata, Tail(index, metadata), index)
+        batch = ForwardBatch(token_ids, positions, metadata, OutputRows(index, metadata), index)
         forward.run(batch, cache.layers, size)
     assert graphs.num_graphs == 2
     # First op by op, then captured, then replayed.
@@ -311,7 +311,7 @@ def test_batches_of_a_size_are_at_the_same_addresses(num_rows: int) -> None:
         found = [
             (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
             for tensor in (
-                batch.token_ids, batch.positions, batch.tail.index, batch.logits_index, first.query_start,
+                batch.token_ids, batch.positions, batch.outputs.index, batch.logits_index, first.query_start,
                 first.seq_lens, first.block_table, first.slot_mapping,
             )
         ]  # fmt: skip

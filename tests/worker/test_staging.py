@@ -55,7 +55,7 @@ def check(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> No
                 assert metadata.slot_mapping[t] == slot
                 assert metadata.block_table[i, position // BLOCK] == blocks[row, position // BLOCK]
             t += 1
-    check_tail(table, output, inputs)
+    check_outputs(table, output, inputs)
     for metadata in inputs.batch.metadata:
         assert metadata.query_start[-1] == t == len(inputs.batch.token_ids)
         assert metadata.max_query_len == output.num_new.max()
@@ -64,9 +64,9 @@ def check(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> No
         assert metadata.block_table.dtype == metadata.seq_lens.dtype == metadata.query_start.dtype == torch.int32
 
 
-def check_tail(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> None:
-    """The tail is whole ends of rows, no longer than what is wanted of them."""
-    tail = inputs.batch.tail
+def check_outputs(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) -> None:
+    """The output rows are whole ends of rows, no longer than what is wanted of them."""
+    outputs = inputs.batch.outputs
     wanted = {*asked(inputs), *states(inputs)}
     ends = np.cumsum(output.num_new)
     index: list[int] = []
@@ -76,13 +76,13 @@ def check_tail(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) 
         if places or (not wanted and end == ends[-1]):
             index += range(min(places, default=end - 1), end)
             rows.append(i)
-    assert tail.index.tolist() == index
-    assert tail.index.dtype == torch.int64
+    assert outputs.index.tolist() == index
+    assert outputs.index.dtype == torch.int64
     assert index
-    for metadata, blocks in zip(tail.metadata, table.block_tables, strict=True):
+    for metadata, blocks in zip(outputs.metadata, table.block_tables, strict=True):
         lengths = np.diff(metadata.query_start.numpy())
         assert metadata.query_start[0] == 0
-        assert (tail.index.numpy()[metadata.query_start[1:] - 1] == ends[rows] - 1).all()
+        assert (outputs.index.numpy()[metadata.query_start[1:] - 1] == ends[rows] - 1).all()
         assert (lengths > 0).all()
         assert metadata.max_query_len == lengths.max()
         assert metadata.seq_lens.tolist() == (output.start + output.num_new)[rows].tolist()
@@ -92,14 +92,14 @@ def check_tail(table: TableMirror, output: SchedulerOutput, inputs: StepInputs) 
 
 def asked(inputs: StepInputs) -> list[int]:
     """Which of the batch's tokens give logits."""
-    return inputs.batch.tail.index[inputs.batch.logits_index].tolist()
+    return inputs.batch.outputs.index[inputs.batch.logits_index].tolist()
 
 
 def states(inputs: StepInputs) -> list[int]:
     """The hidden states of which of the batch's tokens are needed otherwise."""
     if not inputs.prompt_rows and not inputs.pooled:
         return []
-    index = inputs.batch.tail.index
+    index = inputs.batch.outputs.index
     return (index if inputs.states_index is None else index[inputs.states_index]).tolist()
 
 
@@ -185,7 +185,7 @@ def test_forks_share_logits(on: DeviceUnderTest) -> None:
     output = step(1, [(9, 5, 1), (3, 0, 4)], [(9, 0), (3, 1), (4, 1), (5, 1)], forks=forks)
     inputs = built(table, output, on)
     assert asked(inputs) == [0, 4]
-    check_tail(table, output, inputs)
+    check_outputs(table, output, inputs)
     assert inputs.draw_logits is not None
     assert inputs.draw_logits.tolist() == [0, 1, 1, 1]
     assert inputs.draw_rows.tolist() == [9, 3, 4, 5]
@@ -202,7 +202,7 @@ def test_drafts_draw_at_each_of_their_positions(on: DeviceUnderTest) -> None:
     assert inputs.draw_positions.tolist() == [8, 9, 10, 5]
     assert inputs.draw_logits is None  # each has its own
     assert asked(inputs) == [0, 1, 2, 3]
-    check_tail(table, output, inputs)
+    check_outputs(table, output, inputs)
 
 
 def test_prompt_logprobs_and_pooling_ask_for_more_positions(on: DeviceUnderTest) -> None:
@@ -221,5 +221,5 @@ def test_prompt_logprobs_and_pooling_ask_for_more_positions(on: DeviceUnderTest)
     assert inputs.pooled == (PooledChunk(1, 2, 1, True, True),)  # row 2 is not through its prompt
     assert asked(inputs) == [3]
     assert states(inputs) == [0, 1, 2, 6]
-    assert inputs.batch.tail.index.tolist() == [0, 1, 2, 3, 6]
-    check_tail(table, output, inputs)
+    assert inputs.batch.outputs.index.tolist() == [0, 1, 2, 3, 6]
+    check_outputs(table, output, inputs)

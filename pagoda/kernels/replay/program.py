@@ -84,7 +84,7 @@ class GroupCheck:
 class Recording:
     """The calls, results, inputs and checks of a recorded forward.
 
-    groups: structs that the calls point to, those of the batch and then those of its tail; filled in for every run.
+    groups: structs that the calls point to, of the batch and then of its output rows; filled in for every run.
     inputs: every named input, used or not.
     """
 
@@ -191,8 +191,8 @@ class Program:
         groups, count = self._groups, len(batch.metadata)
         for index, metadata in enumerate(batch.metadata):
             fill_group(groups[index], metadata)
-        for index, metadata in enumerate(batch.tail.metadata):
-            if metadata is batch.metadata[index]:  # plain decoding: the tail is the batch
+        for index, metadata in enumerate(batch.outputs.metadata):
+            if metadata is batch.metadata[index]:  # plain decoding: all rows are output rows
                 self._recording.groups[count + index] = groups[index]
             else:
                 fill_group(groups[count + index], metadata)
@@ -238,7 +238,7 @@ def named_inputs(batch: ForwardBatch) -> dict[str, torch.Tensor]:
     return {
         "token_ids": batch.token_ids,
         "positions": batch.positions,
-        "tail_index": batch.tail.index,
+        "output_index": batch.outputs.index,
         "logits_index": batch.logits_index,
         **{name: given.tensor for name, given in batch.inputs.items()},
     }
@@ -285,5 +285,5 @@ def _best_slot(value: Value, free: Sequence[int], sizes: Sequence[Mapping[Domain
 
 
 def metadata_of(batch: ForwardBatch) -> tuple[AttentionMetadata, ...]:
-    """Return the groups of the batch, then those of its tail."""
-    return batch.metadata + batch.tail.metadata
+    """Return the groups of the batch, then those of its output rows."""
+    return batch.metadata + batch.outputs.metadata

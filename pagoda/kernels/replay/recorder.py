@@ -11,7 +11,7 @@ from typing import NoReturn, cast
 
 import torch
 
-from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, Tail
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, KVLayer, OutputRows
 from pagoda.kernels.linear.forms import PANEL
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.native.abi import NO_CACHE, RowGroup
@@ -78,13 +78,13 @@ class RecordingOps:
         self._checks: dict[IndexCheck | GroupCheck, None] = {}
         self._inputs: dict[str, Value] = {}
         # Groups may share one metadata object; copy it so that identity distinguishes them.
-        metadata, tail = (tuple(map(replace, groups)) for groups in (like.metadata, like.tail.metadata))
+        metadata, of_outputs = (tuple(map(replace, groups)) for groups in (like.metadata, like.outputs.metadata))
         inputs = {name: self._input(name, given.tensor, given.domain) for name, given in like.inputs.items()}
         self.batch = ForwardBatch(
             token_ids=self._input("token_ids", like.token_ids, Domain.TOKENS).tensor,
             positions=self._input("positions", like.positions, Domain.TOKENS).tensor,
             metadata=metadata,
-            tail=Tail(self._input("tail_index", like.tail.index, Domain.TAIL).tensor, tail),
+            outputs=OutputRows(self._input("output_index", like.outputs.index, Domain.TAIL).tensor, of_outputs),
             logits_index=self._input("logits_index", like.logits_index, Domain.LOGITS).tensor,
             inputs=inputs,
             num_layers=like.num_layers,
