@@ -8,7 +8,7 @@ thread pool counts on the machine at hand, on any number of threads.
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import addressof, c_int64
 from dataclasses import dataclass
 
@@ -135,26 +135,36 @@ def of_step(shape: Shape, rows: int, context: int, threads: int, converts: bool)
     return count(regions)
 
 
+def table(shapes: Sequence[str], rows: Sequence[int], cores: Sequence[int], converts: bool) -> Iterator[str]:
+    """Yield the lines of a table: a step with contexts of 1,024 tokens, and panels of the thread that has most.
+
+    In brackets, how much of the threads' time is work, where that is not all of it.
+    """
+    counted = [column for count in rows for column in (f"regions, {count} {'row' if count == 1 else 'rows'}", "shares")]
+    columns = ["shape", "cores", *counted, "qkv", "o", "gate_up, pairs", "down"]
+    yield from ("| " + " | ".join(columns) + " |", "|---" * len(columns) + "|")
+    for name in shapes:
+        shape = SHAPES[NAMES[name]]
+        for threads in cores:
+            steps = [of_step(shape, count, 1024, threads, converts) for count in rows]
+            numbers = [f"{number:,}" for step in steps for number in (step.regions, step.shares)]
+            plans = [_in_words(layer, threads) for layer in layers(shape, threads)]
+            yield "| " + " | ".join([name, str(threads), *numbers, *plans]) + " |"
+
+
+def _in_words(layer: Layer, threads: int) -> str:
+    of_threads = f" of {layer.threads} threads" if layer.threads < threads else ""
+    return f"{layer.busiest:g}{of_threads}" + (f" ({layer.balance * 100:.0f} %)" if layer.balance < 1 else "")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(NAMES), default=list(NAMES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--cores", nargs="+", type=int, default=[8, 16, 32, 64, 128])
-    parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--converts", action="store_true", help="x is quantised or widened, as for codes")
     args = parser.parse_args()
-    names = list(linear_sizes(SHAPES[NAMES["8B"]]))
-    print("| shape | cores | rows | regions | shares | shares per region | " + " | ".join(names) + " |")
-    print("|---" * (6 + len(names)) + "|")
-    for name in args.shapes:
-        shape = SHAPES[NAMES[name]]
-        for cores in args.cores:
-            panels = [f"{of.busiest:.4g} ({of.balance:.0%} of {of.threads})" for of in layers(shape, cores)]
-            for rows in args.rows:
-                step = of_step(shape, rows, args.context, cores, args.converts)
-                about = [name, cores, rows, step.regions, step.shares, round(step.shares / step.regions)]
-                columns = [*map(str, about), *(panels if rows == args.rows[0] else [""] * len(panels))]
-                print("| " + " | ".join(columns) + " |")
+    print("\n".join(table(args.shapes, args.rows, args.cores, args.converts)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from ctypes import addressof, c_int64
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -89,6 +90,11 @@ def test_a_layer_has_the_regions_and_shares_of_the_model(
         modelled = core_counts.count(core_counts.of_layer(LAYER, rows, CONTEXT, threads, converts))
         assert (found.regions, found.shares) == (modelled.regions, modelled.shares), rows
         assert found.taken_over <= found.shares - found.regions
+
+
+def test_the_table_in_the_docs_is_what_is_counted(native: NativeOps) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "internals" / "kernels.md").read_text()
+    assert "\n".join(core_counts.table(list(core_counts.NAMES), [1, 8], [8, 16, 32, 64, 128], converts=False)) in page
 
 
 def test_threads_are_woken_once_when_a_step_begins(
