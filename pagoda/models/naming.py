@@ -87,6 +87,12 @@ MULTIMODAL = (
 )
 """Of the text model of a checkpoint that may also have a vision tower."""
 
+STACKED_EXPERTS = (
+    (r"\.mlp\.experts\.(\d+)\.(?:gate|up)_proj\.weight$", r".mlp.experts.gate_up_proj[\1]"),
+    (r"\.mlp\.experts\.(\d+)\.down_proj\.weight$", r".mlp.experts.down_proj[\1]"),
+)
+"""Substitutions for checkpoints that have the experts of a layer in two tensors."""
+
 _GGUF_MODEL = {
     "model.embed_tokens": "token_embd",
     "model.embed_positions": "position_embd",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_text_settings
-from pagoda.models.naming import MULTIMODAL, Naming
+from pagoda.models.naming import MULTIMODAL, STACKED_EXPERTS, Naming
 from pagoda.models.qwen3_next import GGUF, LAYER_NAMES, gguf_settings, read_delta, read_shared_experts
 from pagoda.models.qwen3_vl import Qwen3VLConfig, make_model, with_tower
 
@@ -26,10 +26,6 @@ def read_moe(config: ConfigReader) -> DecoderConfig | Qwen3VLConfig:
     return with_tower(config, text, decoder, (11, 11, 10))
 
 
-_STACKED = (
-    (r"\.mlp\.experts\.(\d+)\.(?:gate|up)_proj\.weight$", r".mlp.experts.gate_up_proj[\1]"),
-    (r"\.mlp\.experts\.(\d+)\.down_proj\.weight$", r".mlp.experts.down_proj[\1]"),
-)
 _VISUAL = (r"^visual\.", "model.visual.")
 _HF = tuple(Naming(substitutions=(*LAYER_NAMES, *naming.substitutions, _VISUAL)) for naming in MULTIMODAL)
 
@@ -72,7 +68,7 @@ QWEN3_5_MOE = Architecture(
     hf_names=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     model=make_model,
     read=read_moe,
-    hf=(*_HF, *(Naming(substitutions=(*_STACKED, *naming.substitutions)) for naming in _HF)),
+    hf=(*_HF, *(Naming(substitutions=(*STACKED_EXPERTS, *naming.substitutions)) for naming in _HF)),
     gguf_names=("qwen35moe",),
     experts=True,
     gguf=GGUF,

@@ -3,6 +3,8 @@ an embedding of its place, from a table that is resampled to the image's size.
 
 DeepStack: some layers of the tower give outputs of their own, which the first layers of the decoder add to the tokens
 of the image.
+
+Qwen3-VL-MoE: the same with a Qwen3-MoE.
 """
 
 from collections.abc import Sequence
@@ -28,8 +30,8 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_text_settings
 from pagoda.models.decoder_layers import LlamaLayer
 from pagoda.models.llama import Llama, LlamaModel
-from pagoda.models.naming import HF, Naming
-from pagoda.models.qwen import QWEN3
+from pagoda.models.naming import HF, STACKED_EXPERTS, Naming
+from pagoda.models.qwen import QWEN3, QWEN3_MOE
 from pagoda.models.qwen2_5_vl import Qwen25VL, Qwen25VLEncoder, TowerConfig, places_of_patches, read_tower
 from pagoda.models.siglip import JOINED
 from pagoda.ops.batch import ForwardBatch, KVLayer
@@ -298,12 +300,22 @@ def _position_runs(text: ConfigReader, decoder: DecoderConfig, sections: tuple[i
 
 
 def _read(config: ConfigReader) -> DecoderConfig | Qwen3VLConfig:
-    text = read_text_settings(config, "qwen3_vl_text", "qwen3_vl")
+    return _read_as(config, read_text_settings(config, "qwen3_vl_text", "qwen3_vl"), QWEN3, "qwen3_vl")
+
+
+def _read_moe(config: ConfigReader) -> DecoderConfig | Qwen3VLConfig:
+    text = read_text_settings(config, "qwen3_vl_moe_text", "qwen3_vl_moe")
+    # transformers renormalises, whatever the setting says, which only says it for other programs.
+    return _read_as(config, text.changed({"norm_topk_prob": True}), QWEN3_MOE, "qwen3_vl_moe")
+
+
+def _read_as(config: ConfigReader, text: ConfigReader, of: Architecture, name: str) -> DecoderConfig | Qwen3VLConfig:
+    """Read a model whose text model is one of `of`.   text: its settings."""
     key = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = text.section(key) or ConfigReader({}, text.origin)
     plain = {name: value for name, value in rope.values.items() if not name.startswith("mrope_")}
-    decoder = QWEN3.read(text.changed({key: plain}).with_defaults({"rope_theta": 500_000.0, "head_dim": 128}))
-    decoder = replace(decoder, spec=replace(decoder.spec, architecture="qwen3_vl"))
+    decoder = of.read(text.changed({key: plain}).with_defaults({"rope_theta": 500_000.0, "head_dim": 128}))
+    decoder = replace(decoder, spec=replace(decoder.spec, architecture=name))
     if (vision := config.section("vision_config")) is not None:
         vision = vision.with_defaults({"deepstack_visual_indexes": [8, 16, 24]})
         config = config.changed({"vision_config": vision.values})
@@ -315,14 +327,24 @@ def _read(config: ConfigReader) -> DecoderConfig | Qwen3VLConfig:
     return replace(made, text=DeepStackConfig(num_deep=len(made.tower.deep_layers), **given))
 
 
+_HF = (Naming(substitutions=((r"^model\.", "model.language_model."), (r"^visual\.", "model.visual."))), HF)
+
 QWEN3_VL = Architecture(
     name="qwen3_vl",
     title="Qwen3-VL",
     hf_names=("Qwen3VLForConditionalGeneration",),
     model=make_model,
     read=_read,
-    hf=(
-        Naming(substitutions=((r"^model\.", "model.language_model."), (r"^visual\.", "model.visual."))),
-        HF,
+    hf=_HF,
+)
+QWEN3_VL_MOE = Architecture(
+    name="qwen3_vl_moe",
+    title="Qwen3-VL-MoE",
+    hf_names=("Qwen3VLMoeForConditionalGeneration",),
+    model=make_model,
+    read=_read_moe,
+    hf=tuple(
+        replace(naming, substitutions=(*STACKED_EXPERTS, *naming.substitutions), transposed=r"\.experts\.\w+_proj$")
+        for naming in _HF
     ),
 )

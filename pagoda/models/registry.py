@@ -41,7 +41,7 @@ from pagoda.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from pagoda.models.qwen2_5_vl import QWEN2_5_VL
 from pagoda.models.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from pagoda.models.qwen3_next import QWEN3_NEXT
-from pagoda.models.qwen3_vl import QWEN3_VL
+from pagoda.models.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from pagoda.models.seed_oss import SEED_OSS
 from pagoda.models.smollm3 import SMOLLM3
 from pagoda.models.stablelm import STABLELM
@@ -103,7 +103,7 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         NANOCHAT,
         LLAMA4,
     ),
-    "text and images": (IDEFICS3, QWEN2_5_VL, QWEN3_VL, QWEN3_5, QWEN3_5_MOE, GEMMA3),
+    "text and images": (IDEFICS3, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA3),
     "embeddings": (BERT, ROBERTA, MODERNBERT),
     "encoder and decoder": (WHISPER, BART, T5, MT5),
 }

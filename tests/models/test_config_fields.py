@@ -126,6 +126,10 @@ OF_FAMILY: dict[str, dict[str, str]] = {
         "num_logits_to_keep": _BOOKKEEPING,
     },
     "qwen3_vl": {"vision_config.dtype": _OF_TEXT},
+    "qwen3_vl_moe": {
+        "vision_config.dtype": _OF_TEXT,
+        "text_config.tie_word_embeddings": "that of the whole counts",
+    },
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5),
     "modernbert": {"deterministic_flash_attn": _TRAINING, "decoder_bias": _OTHER_HEAD},
     "whisper": {

@@ -24,8 +24,9 @@ from pagoda.worker.encoders import make_encoder_batch
 from pagoda.worker.forward_runner import ForwardRunner, Programs
 from pagoda.worker.memory import encoder_memory
 from tests.device_under_test import ON_CPU, DeviceUnderTest
-from tests.models.tiny import save
-from tests.models.tiny_vision import CONFIGS, QWEN, make_vision, num_tokens, picture, picture_inputs
+from tests.models.paged_runner import PagedRunner
+from tests.models.tiny import VOCAB
+from tests.models.tiny_vision import CONFIGS, QWEN, make_vision, num_tokens, picture, picture_inputs, save_vision
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 
     @cache
     def folder(name: str) -> Path:
-        return save(reference(name), tmp_path_factory.mktemp(name))
+        return save_vision(reference(name), tmp_path_factory.mktemp(name))
 
     return folder
 
@@ -80,6 +81,15 @@ def test_embeddings_equal(name: str, kernels: str, folders, on: DeviceUnderTest)
     for number, rows in enumerate(ours):
         torch.testing.assert_close(rows, expected(name, number), atol=tolerance, rtol=tolerance)
     assert not torch.allclose(ours[0][0], ours[1][0], atol=0.1)
+
+
+@torch.inference_mode()
+def test_the_experts_of_qwen3_vl_are_stored_transposed(folders, on: DeviceUnderTest):
+    ids, ops = torch.randint(8, VOCAB, (23,)).tolist(), on.ops("torch")
+    runner = ForwardRunner(load_model(identify(folders("qwen3-vl-moe")), ops, torch.float32, on.device), ops)
+    got = PagedRunner(runner, 1, 40, torch.float32, device=on.device).logits([(0, 0, ids)])[0]
+    want = reference("qwen3-vl-moe")(input_ids=torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -1,10 +1,12 @@
 """Tiny random checkpoints of the models that see, made by transformers, and pictures for them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Idefics3Config,
@@ -13,11 +15,12 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen3_5Config,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
     SmolVLMConfig,
 )
 
 from pagoda.core.request import MediaItem
-from tests.models.tiny import VOCAB
+from tests.models.tiny import VOCAB, save
 
 IMAGE = 3
 """The id of the token that stands for an image's rows."""
@@ -79,12 +82,20 @@ _QWEN3_IDS = {
 }  # fmt: skip
 
 
+_QWEN3_DEEP_TOWER = {**QWEN3_TOWER, "deepstack_visual_indexes": [0, 2]}
+_QWEN3_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_QWEN3_TEXT = {**_TEXT, **_EVEN_HEADS, "head_dim": 16, "rope_parameters": _QWEN3_ROPE}
+
+
 def _qwen3_vl() -> PretrainedConfig:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    text = {**_TEXT, **_EVEN_HEADS, "head_dim": 16, "model_type": "qwen3_vl_text", "rope_parameters": rope}
-    return Qwen3VLConfig(
-        text_config=text, vision_config={**QWEN3_TOWER, "deepstack_visual_indexes": [0, 2]}, **_QWEN3_IDS
-    )
+    text = {**_QWEN3_TEXT, "model_type": "qwen3_vl_text"}
+    return Qwen3VLConfig(text_config=text, vision_config=_QWEN3_DEEP_TOWER, **_QWEN3_IDS)
+
+
+def _qwen3_vl_moe() -> PretrainedConfig:
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [1]}
+    text = {**_QWEN3_TEXT, **experts, "model_type": "qwen3_vl_moe_text"}
+    return Qwen3VLMoeConfig(text_config=text, vision_config=_QWEN3_DEEP_TOWER, **_QWEN3_IDS)
 
 
 def _qwen3_5() -> PretrainedConfig:
@@ -119,11 +130,12 @@ CONFIGS = {
     "idefics3": _idefics3,
     "qwen2.5-vl": _qwen2_5_vl,
     "qwen3-vl": _qwen3_vl,
+    "qwen3-vl-moe": _qwen3_vl_moe,
     "qwen3.5": _qwen3_5,
     "gemma3": _gemma3,
 }
 
-QWEN = ("qwen2.5-vl", "qwen3-vl", "qwen3.5")
+QWEN = ("qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5")
 NEEDS_SEPARATORS = (*QWEN, "gemma3")
 """transformers takes pictures without a token between them for one."""
 
@@ -148,6 +160,18 @@ def make_vision(name: str, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(0, 1.5 * parameter[0].numel() ** -0.5)
     model.tie_weights()
     return model
+
+
+def save_vision(model: PreTrainedModel, folder: Path) -> Path:
+    """Write a checkpoint folder as publishers do, and return it: Qwen3-VL-MoE's experts are stored transposed."""
+    save(model, folder)
+    if model.config.model_type == "qwen3_vl_moe":
+        path = folder / "model.safetensors"
+        turned = {
+            name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(path).items()
+        }
+        save_file(turned, path, metadata={"format": "pt"})
+    return folder
 
 
 def picture(name: str, number: int) -> tuple[np.ndarray, tuple[int, ...]]:
