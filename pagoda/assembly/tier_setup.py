@@ -10,14 +10,14 @@ from pagoda.assembly.identity import root_of_blocks
 from pagoda.base.abbreviate import human_bytes
 from pagoda.base.config import EngineConfig
 from pagoda.base.kv_tier import read_kv_tier
-from pagoda.tier import FileTier, Records, hold, tiers_seed
+from pagoda.tier import FileTier, Records, hash_seed, hold
 
 logger = logging.getLogger("pagoda")
 
 
 def with_tiers_seed(config: EngineConfig) -> EngineConfig:
     """Return the settings with the seed of the tier's folder, by which its blocks are found, unless they have one."""
-    return dataclasses.replace(config, debug=dataclasses.replace(config.debug, prefix_hash_seed=tiers_seed(config)))
+    return dataclasses.replace(config, debug=dataclasses.replace(config.debug, prefix_hash_seed=hash_seed(config)))
 
 
 def open_tier(setup: EngineSetup) -> FileTier | None:

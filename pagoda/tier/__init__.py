@@ -10,6 +10,6 @@ seed. Whatever goes wrong with a file costs the time to compute its tokens again
 
 from pagoda.tier.file_tier import FileTier
 from pagoda.tier.host_folder import bytes_in, hold
-from pagoda.tier.records import Records, read_seed, tiers_seed
+from pagoda.tier.records import Records, hash_seed, read_seed, tiers_seed
 
-__all__ = ["FileTier", "Records", "bytes_in", "hold", "read_seed", "tiers_seed"]
+__all__ = ["FileTier", "Records", "bytes_in", "hash_seed", "hold", "read_seed", "tiers_seed"]

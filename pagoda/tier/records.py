@@ -75,6 +75,12 @@ def tiers_seed(config: EngineConfig) -> int | None:
     return read_seed(Path(read_kv_tier(config.cache.kv_tier)[-1].path))  # that of files outlives that of memory
 
 
+def hash_seed(config: EngineConfig) -> int | None:
+    """Return as much of that seed as hashes are made with: the 64 bits that a message to an engine can hold."""
+    seed = tiers_seed(config)
+    return None if seed is None else seed % (1 << 64)
+
+
 @dataclass(slots=True)
 class _Record:
     """size: bytes.   owner: see SHARE; "" for callers without keys.   used: grows from one use to the next.

@@ -26,7 +26,7 @@ from pagoda.engine.clients.client_outputs import ClientOutputs, Sinks
 from pagoda.engine.clients.journal import JournalEntry, error_outputs
 from pagoda.engine.clients.process_client import ENGINE_MODULE, NO_WEIGHTS, ProcessClient
 from pagoda.engine.clients.router import PrefixIndex, RoutedBecause, Router
-from pagoda.tier import tiers_seed
+from pagoda.tier import hash_seed
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -47,7 +47,7 @@ class Replicas(ClientOutputs):
         """As for ProcessClient."""
         super().__init__()
         self.sinks = Sinks(self._outputs.put_nowait)
-        seed = tiers_seed(config)  # one for all, so that hashes say which of them has a prefix
+        seed = hash_seed(config)  # one for all, so that hashes say which of them has a prefix
         if seed is None:
             seed = secrets.randbits(64)
         config = replace(config, debug=replace(config.debug, prefix_hash_seed=seed))

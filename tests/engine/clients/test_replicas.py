@@ -489,6 +489,14 @@ def test_a_replica_whose_new_weights_cannot_be_loaded_gets_those_of_before(tmp_p
     run(work)
 
 
+def test_engines_are_sent_the_seed_of_their_tier(tmp_path: Path) -> None:
+    (tmp_path / "seed").write_text("f" * 30)
+    (tmp_path / "seed").chmod(0o600)
+    _, replicas = make(kv_tier=f"disk={tmp_path}:1MiB")
+    sent = msgspec.msgpack.encode(replicas.each[0]._supervisor._config, enc_hook=str)
+    assert msgspec.msgpack.decode(sent, type=EngineConfig).debug.prefix_hash_seed == replicas._hash_seed
+
+
 def test_suspects_are_tried_by_a_replica_that_is_idle_one_at_a_time() -> None:
     async def main() -> None:
         engines = Linked()
