@@ -55,8 +55,8 @@ def app(args: dict[str, Any]) -> Application:
         graceful_shutdown_timeout_s=config.server.server_timeouts.drain_timeout_s + _MORE_THAN_DRAIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         max_constructor_retry_count=3,
-        request_router_config=RequestRouterConfig(
-            request_router_class=QueueCostRouter, request_routing_stats_period_s=_REPORT_S
+        request_router_config=RequestRouterConfig.model_validate(
+            {"request_router_class": QueueCostRouter, "request_routing_stats_period_s": _REPORT_S}
         ),
     )
     return deployment.bind(args)
