@@ -19,8 +19,6 @@ class CacheEvents:
         self.found: set[tuple[int, bytes]] = set()
         self._state = scheduler._state
         self._block_size = self._state.kv.sizing.block_size
-        self._per_block = [group.block_size // self._block_size for group in self._state.kv.sizing.groups]  # hashes
-        self._sizes = [group.block_size for group in self._state.kv.sizing.groups]
         self._tokens_of: dict[bytes | None, list[int]] = {None: []}
         self._hash_of: dict[Hashable, tuple[int, bytes]] = {}  # what the twin calls the content of a block
         self._parent_of: dict[tuple[int, bytes], bytes | None] = {}
@@ -37,29 +35,23 @@ class CacheEvents:
         for parent, block_hash in pairwise((event.parent, *event.hashes)):
             assert self._parent_of.get((event.group, block_hash or b""), parent) == parent  # not known of beams
         tokens = np.frombuffer(event.token_ids, np.int32).tolist()
-        size, per_block = self._sizes[event.group], self._per_block[event.group]
-        assert len(tokens) == size * len(event.hashes)
+        assert len(tokens) == self._block_size * len(event.hashes)
         before = self._tokens_of.get(event.parent)
         if before is not None:  # a window may begin with blocks that were never cached
             assert len(before) == event.first_token
-            assert self._hashes(event.request, before + tokens)[per_block - 1 :: per_block][-len(event.hashes) :] == [
-                *event.hashes
-            ]
+            assert self._hashes(event.request, before + tokens)[-len(event.hashes) :] == [*event.hashes]
             for number, block_hash in enumerate(event.hashes, 1):
-                self._tokens_of[block_hash] = before + tokens[: number * size]
+                self._tokens_of[block_hash] = before + tokens[: number * self._block_size]
 
     def expect(self, request: Request, output: list[int], twin: TwinScheduler) -> None:
         """A sequence of the request will have this output: note what each of its blocks is called."""
         tokens = [*request.prompt_token_ids.tolist(), *output]
         hashes = self._hashes(request, tokens)
-        for group, per_block in enumerate(self._per_block):
-            parent = None
-            for last in range(per_block, len(hashes) + 1, per_block):
-                named = self._hash_of[twin.memory.content(group, request, tokens, last * self._block_size)] = (
-                    group,
-                    hashes[last - 1],
-                )
-                self._parent_of[named], parent = parent, hashes[last - 1]
+        for group in range(len(self._state.kv.sizing.groups)):
+            for number, (parent, block_hash) in enumerate(pairwise((None, *hashes)), 1):
+                content = twin.memory.content(group, request, tokens, number * self._block_size)
+                self._hash_of[content] = group, block_hash
+                self._parent_of[group, block_hash] = parent
 
     def check(self, contents: Iterable[Hashable]) -> None:
         """What the twin finds is found, but for full blocks of running rows: decoding does not insert these before the
