@@ -149,7 +149,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
             "Triton yet; take device='cpu'"
         )
     _check_latent(config, model, device.is_host, kernels)
-    _check_states(config, model, device.is_host and kernels != "triton", drafting is not None)
+    _check_states(config, model, device.is_host and kernels != "triton", drafting)
     _check_tier(config, model, device.is_host)
     if drafting is not None and not tasks.generates:
         raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
@@ -221,15 +221,18 @@ def _check_latent(config: EngineConfig, model: Model, is_on_host: bool, kernels:
         )
 
 
-def _check_states(config: EngineConfig, model: Model, has_kernels: bool, drafts: bool) -> None:
+def _check_states(config: EngineConfig, model: Model, has_kernels: bool, drafting: DraftSetup | None) -> None:
     """Raise ConfigError for what does not go with recurrent layers."""
     if not model.has_states:
         return
     what = f"models of architecture {model.spec.architecture!r} have recurrent layers"
     if not has_kernels:
         raise ConfigError(f"{what}, which do not run on a GPU or in Triton yet; take device='cpu'")
-    if drafts:
-        raise ConfigError(f"speculative_config: {what}, whose states do not go back to a rejected draft; leave it out")
+    if drafting is not None and drafting.num_layers:
+        raise ConfigError(
+            f"speculative_config.method='layer_skip': {what}, and the states of the first layers would not go back; "
+            "take 'ngram', 'suffix', 'draft_model' or 'forced'"
+        )
     if config.cache.kv_cache_dtype != config.model.dtype:
         raise ConfigError(
             f"kv_cache_dtype={config.cache.kv_cache_dtype!r}: {what}, whose states are kept in the compute dtype, "

@@ -5,6 +5,7 @@ from collections import abc
 import numpy as np
 
 from pagoda.core.events import DraftsVerified, EventStream
+from pagoda.core.kv import BlockTables
 from pagoda.core.request import RequestStatus
 from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -17,24 +18,25 @@ class Drafts:
     num_offered: int32 [rows], read-only.   offered: row -> int32 [k], k > 0.
     """
 
-    def __init__(self, table: RequestTable, events: EventStream) -> None:
+    def __init__(self, table: RequestTable, tables: BlockTables, events: EventStream) -> None:
         self.offered: dict[int, np.ndarray] = {}
         self._num_offered = np.zeros(table.max_rows, np.int32)
         self.num_offered = readonly(self._num_offered)
         self._table = table
+        self._tables = tables
         self._events = events
 
     def offer(self, row: int, tokens: abc.Sequence[int] | np.ndarray) -> None:
         """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped.
 
+        With states, it may lack more, right drafts before a wrong one, and gets a block of drafts at most.
         A beam gets none: whether a token is right depends on its siblings'.
         """
         self.remove_row(row)
-        if (
-            len(tokens)
-            and not self._table.is_beam[row]
-            and self._table.num_tokens[row] - self._table.num_computed[row] == 1
-        ):
+        num_lacking = int(self._table.num_tokens[row] - self._table.num_computed[row])
+        if self._tables.has_states:
+            num_lacking, tokens = min(num_lacking, 1), tokens[: self._tables.block_size]
+        if len(tokens) and not self._table.is_beam[row] and num_lacking == 1:
             self.offered[row] = np.array(tokens, np.int32)
             self._num_offered[row] = len(tokens)
 
@@ -65,7 +67,10 @@ class Drafts:
             self.remove_row(row)
 
     def verify(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """A step has verified its drafts: take back those that were rejected."""
+        """A step has verified its drafts: take back those that were rejected.
+
+        With states, which are those before and after all drafts, take back all but if none was rejected.
+        """
         if not output.drafts:
             return
         drafted = np.isin(output.sample_rows, list(output.drafts))
@@ -78,7 +83,13 @@ class Drafts:
             request, num_accepted = sequence.request, max(sampled[row] - 1, 0)
             # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
             if sequence.row == row or request.status is RequestStatus.SWAPPED:
-                self._table.roll_back(sequence, len(drafts) - num_accepted)
+                num_rejected = len(drafts) - num_accepted
+                if self._tables.has_states:
+                    if not num_rejected and sequence.row == row:
+                        self._tables.keep_drafted(row, len(drafts))
+                    else:
+                        num_rejected = len(drafts)
+                self._table.roll_back(sequence, num_rejected)
             of_client = verified.setdefault(request.spec.client_index, [])
             of_client.append((request.spec.handle, sequence.index, len(drafts), num_accepted))
         for client, entries in verified.items():

@@ -56,7 +56,10 @@ def _place_rows(state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: 
     """Place the leading rows that need no encoder and find their blocks. Return how many rows that are."""
     count = min(state.encoder.where_media(rows), default=len(rows))
     ends = start + num_new
-    short = np.flatnonzero((num_new > 0) & (ends > state.kv.tables.reserved_until[rows]))
+    is_short = ends > state.kv.tables.reserved_until[rows]
+    if state.drafts.offered and state.kv.tables.has_states:
+        is_short |= state.drafts.num_offered[rows] > 0
+    short = np.flatnonzero((num_new > 0) & is_short)
     short = short[short < count]
     if len(short):
         num_fitting = state.kv.tables.allocate_slots(rows[short], ends[short])
@@ -83,7 +86,8 @@ def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_
     end = start + chunk.num_new
     end_of_known = min(end, int(state.table.num_known(row)))
     while not state.kv.tables.allocate_slots(one, np.array([end], np.int32)):
-        if len(state.batch.requests) == 1 and end > end_of_known:  # a preemption would not help: drop its drafts
+        # It drops its drafts where a preemption would not help, or would cost more: a block of states is a sequence's.
+        if end > end_of_known and (len(state.batch.requests) == 1 or state.kv.tables.has_states):
             end = end_of_known
             continue
         if _has_outgrown_pool(state, request, end_of_known):

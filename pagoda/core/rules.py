@@ -118,8 +118,16 @@ def narrow_budgets(state: SchedulerState, plan: StepPlan) -> None:
         num_decodes = len(state.batch.running.rows) - len(state.batch.prefilling)
         if num_decodes:
             share, num_drafts = config.prefill_beside_decodes, int(state.drafts.num_offered.sum())
+            if state.kv.tables.has_states:
+                num_drafts += _num_computed_again(state)
             plan.budget = min(plan.budget, num_decodes + num_drafts + share)
             plan.prompt_budget = share
+
+
+def _num_computed_again(state: SchedulerState) -> int:
+    """Return how many tokens decoding rows lack more than one each: right drafts before a wrong one, with states."""
+    rows = np.setdiff1d(state.batch.running.rows, list(state.batch.prefilling))
+    return int(np.maximum(state.table.num_known(rows) - state.table.num_computed[rows] - 1, 0).sum())
 
 
 def fit_chunk(state: SchedulerState, plan: StepPlan, request: RequestState, start: int, num_new: int) -> Chunk:
@@ -148,8 +156,8 @@ def fit_chunks(
     """
     num_new = state.drafts.num_wanted(rows, start)
     limits = np.zeros(len(rows), np.int8)
-    if plan.row_cap:  # neither drafts are capped, nor a media item that must stay whole
-        caps = np.maximum(plan.row_cap, 1 + state.drafts.num_offered[rows])
+    if plan.row_cap:  # neither rows with drafts are capped, nor a media item that must stay whole
+        caps = np.where(state.drafts.num_offered[rows], num_new, plan.row_cap)
         if state.encoder.whole_items:
             for i in state.encoder.where_media(rows):
                 longest = _longest_item(state, state.table.owner(int(rows[i])).request, int(start[i]))

@@ -116,7 +116,7 @@ class SchedulerState:
             expect_tokens=is_async,
         )
         self.kv = KVCacheManager(self.table, sizing, num_blocks, num_host_blocks, cache, config, self.events, tier)
-        self.drafts = Drafts(self.table, self.events)
+        self.drafts = Drafts(self.table, self.kv.tables, self.events)
         self.encoder = EncoderInputs(
             self.table,
             self.events,

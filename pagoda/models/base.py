@@ -99,9 +99,14 @@ class Model(Module):
         return tuple(index for index, group in enumerate(self.kv_groups) if group.kind is KVGroupKind.CROSS)
 
     @property
+    def state_groups(self) -> tuple[int, ...]:
+        """The KV groups of recurrent layers."""
+        return tuple(index for index, group in enumerate(self.kv_groups) if group.kind is KVGroupKind.STATE)
+
+    @property
     def has_states(self) -> bool:
         """Whether it has recurrent layers, whose states are in the KV cache."""
-        return any(group.kind is KVGroupKind.STATE for group in self.kv_groups)
+        return bool(self.state_groups)
 
     @property
     def tasks(self) -> ModelTasks:

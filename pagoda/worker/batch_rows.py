@@ -269,6 +269,65 @@ class CrossRows:
         return tuple(merged)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftedStates:
+    """What recurrent layers see of a step that verifies drafts: a row's drafts are a row of their own after it.
+
+    It goes on from the state after the known tokens, which stays, and leaves its own in the block after that one's.
+
+    query_start, seq_lens: as in BatchRows.   tables: a block table per group of states.
+    """
+
+    query_start: np.ndarray
+    seq_lens: np.ndarray
+    tables: list[np.ndarray]
+    block_size: int
+
+    @classmethod
+    def of(cls, table: TableMirror, output: SchedulerOutput, rows: BatchRows) -> "DraftedStates":
+        drafted = num_drafts(output)
+        at = drafted.nonzero()[0]
+        known = rows.seq_lens - drafted
+        num_new = np.insert(np.diff(rows.query_start) - drafted, at + 1, drafted[at])
+        # Only where blocks end matters to an op, so the drafts may as well begin with the second block of a row.
+        seq_lens = np.insert(known, at + 1, table.block_size + drafted[at])
+        pair = (known[at, None] - 1) // table.block_size + np.arange(2)
+        tables: list[np.ndarray] = []
+        for group in table.state_groups:
+            of_rows = rows.tables[group]
+            wide = np.zeros((len(of_rows), max(of_rows.shape[1], 2)), np.int32)
+            wide[:, : of_rows.shape[1]] = of_rows
+            of_drafts = np.zeros((len(at), wide.shape[1]), np.int32)
+            of_drafts[:, :2] = table.block_tables[group][output.rows[at, None], pair]
+            tables.append(np.insert(wide, at + 1, of_drafts, axis=0))
+        query_start = np.concatenate(([0], np.cumsum(num_new))).astype(np.int32)
+        return cls(query_start, seq_lens.astype(np.int32), tables, table.block_size)
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [self.query_start, self.seq_lens, *self.tables]
+
+    def among(
+        self, others: tuple[AttentionMetadata, ...], groups: Sequence[int], tensors: list[torch.Tensor]
+    ) -> tuple[AttentionMetadata, ...]:
+        """Return the metadata of all groups.   others: as if there were no drafts.   tensors: `arrays`."""
+        starts, lengths, *tables = tensors
+        changed, longest = list(others), int(self.seq_lens.max())
+        for group, table in zip(groups, tables, strict=True):
+            changed[group] = replace(
+                changed[group], query_start=starts, seq_lens=lengths, block_table=table, max_seq_len=longest
+            )
+        return tuple(changed)
+
+
+def num_drafts(output: SchedulerOutput) -> np.ndarray:
+    """Return how many drafts each row of the step has, int32 [num_rows]."""
+    found = np.zeros(len(output.rows), np.int32)
+    for i in np.flatnonzero(np.isin(output.rows, np.fromiter(output.drafts, np.int32, len(output.drafts)))):
+        found[i] = len(output.drafts[int(output.rows[i])])
+    return found
+
+
 def gather_rows(
     table: TableMirror, output: SchedulerOutput
 ) -> tuple[BatchRows, np.ndarray, np.ndarray, list[np.ndarray]]:

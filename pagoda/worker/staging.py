@@ -22,7 +22,16 @@ from pagoda.layers.attention import ENCODER_STATES
 from pagoda.layers.linear import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
 from pagoda.ops.declare import Domain
-from pagoda.worker.batch_rows import BatchRows, CrossRows, PaddedSize, Padding, StepStates, gather_rows
+from pagoda.worker.batch_rows import (
+    BatchRows,
+    CrossRows,
+    DraftedStates,
+    PaddedSize,
+    Padding,
+    StepStates,
+    gather_rows,
+    num_drafts,
+)
 from pagoda.worker.table_mirror import TableMirror
 
 _NONE = np.empty(0, np.int64)
@@ -176,6 +185,7 @@ class StagingBatch:
         if output_index is None:
             output_index = np.arange(len(positions))
         cross = CrossRows.of(table, token_rows, states, block_size) if table.cross_groups else None
+        drafted = DraftedStates.of(table, output, rows) if table.state_groups and output.drafts else None
         cross_outputs = cross if cross is None or outputs is rows else cross.select(output_index)
         has_all_states = _counts_up(states_index, len(output_index))
         at = positions if table.rotary is None else table.rotary.of(token_rows, positions)
@@ -201,11 +211,12 @@ class StagingBatch:
                 [unknown, token_rows[unknown].astype(np.int64)],
                 [] if cross is None else cross.arrays,
                 [] if cross_outputs is None or cross_outputs is cross else cross_outputs.arrays,
+                [] if drafted is None else drafted.arrays,
             ],
             self.device,
             memory,
         )
-        of_draws, of_states, of_unknown, of_cross, of_cross_outputs = others
+        of_draws, of_states, of_unknown, of_cross, of_cross_outputs, of_drafted = others
         if last_tokens is not None and unknown.size:
             whose, their_rows = of_unknown
             of_tokens[0].index_copy_(0, whose, last_tokens.tokens.index_select(0, their_rows))
@@ -215,6 +226,8 @@ class StagingBatch:
             is_all, groups = cross_outputs is cross, table.cross_groups
             metadata = cross.among(metadata, groups, of_cross)
             output_metadata = metadata if is_all else cross_outputs.among(output_metadata, groups, of_cross_outputs)
+        if drafted is not None:
+            metadata = drafted.among(metadata, table.state_groups, of_drafted)
         inputs = {
             name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS))
             for name, tensor in zip(named, of_named, strict=False)
@@ -268,10 +281,7 @@ def _draws(
     rows, positions = output.sample_rows, seq_lens[index]
     logits_index = query_start[index + 1].astype(np.int64) - 1
     if output.drafts:
-        num_drafts = np.zeros(len(query_start) - 1, np.int32)
-        for i in np.flatnonzero(np.isin(output.rows, np.fromiter(output.drafts, np.int32, len(output.drafts)))):
-            num_drafts[i] = len(output.drafts[int(output.rows[i])])
-        num += num_drafts[index]
+        num += num_drafts(output)[index]
         ends = np.cumsum(num)
         # Distance of each draw from the last position of its sample row: num - 1 .. 0.
         back = np.repeat(ends, num) - 1 - np.arange(ends[-1] if ends.size else 0)

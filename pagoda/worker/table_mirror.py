@@ -49,6 +49,7 @@ class TableMirror:
     num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).
     num_encoder: int32 [max_rows], encoder tokens, of an encoder-decoder model.
     cross_groups: the KV groups of cross attention, whose tables hold encoder tokens.   growing_tables: of the others.
+    state_groups: the KV groups of recurrent layers.
     num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
     logprob_ids: per row, int64 array of the tokens to report in place of them, or None.   has_logprob_ids: bool
         [max_rows].
@@ -75,6 +76,7 @@ class TableMirror:
         rotary: "RotaryPositions | None" = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
         first_ids: Sequence[int] = (),
+        state_groups: Sequence[int] = (),
     ) -> None:
         """max_len: most tokens per row, including drafts.   max_encoder_len: most encoder tokens.
 
@@ -85,10 +87,12 @@ class TableMirror:
         """
         self.block_size = block_size
         self.token_ids = np.zeros((max_rows, max_len), np.int32)
-        self.cross_groups = cross_groups
+        self.cross_groups, self.state_groups = cross_groups, state_groups
         self._first_ids = first_ids or (0,) * num_groups
         lengths = [max_encoder_len if group in cross_groups else max_len for group in range(num_groups)]
-        self.block_tables = tuple(np.zeros((max_rows, -(-length // block_size)), np.int32) for length in lengths)
+        # Drafts leave a state in the block after that of the tokens before them; tables of all groups grow together.
+        widths = [-(-length // block_size) + 1 for length in lengths]
+        self.block_tables = tuple(np.zeros((max_rows, width), np.int32) for width in widths)
         self.growing_tables = tuple(table for group, table in enumerate(self.block_tables) if group not in cross_groups)
         self.seeds = np.zeros(max_rows, np.uint64)
         self.num_prompt = np.zeros(max_rows, np.int32)

@@ -188,6 +188,7 @@ class Worker:
             rotary,
             config.logprobs_mode,
             first_ids_of(model.kv_groups, num_blocks),
+            model.state_groups,
         )
 
     def _make_encoders(self, loaded: LoadedModel) -> EncoderOutputs | None:

@@ -266,9 +266,9 @@ class ExactWorker:
                 if spec.kind is KVGroupKind.STATE and start:
                     self._read_state(number, row, group, row.name_at(start - 1, tokens))
                 for position in range(start, start + new):
-                    if self._leaves_nothing(row, group, position, start + new):
+                    block, slot = self._written(row, group, position, start + new), self._slot(group, position)
+                    if not block:
                         continue
-                    block, slot = self._block(row, group, position), self._slot(group, position)
                     if written.get((block, slot), number) != number:
                         raise WrongMemory(
                             f"rows {written[block, slot]} and {number} both write slot {slot} of block {block}"
@@ -287,10 +287,19 @@ class ExactWorker:
         """Where a block holds what `position` leaves: the states of its positions overwrite each other."""
         return 0 if self.groups[group].kind is KVGroupKind.STATE else position % self.block_size
 
-    def _leaves_nothing(self, row: Row, group: int, position: int, end: int) -> bool:
-        """Whether no state is kept of the block of `position`, in which the row, which computes to `end`, goes on."""
-        index, is_state = position // self.block_size, self.groups[group].kind is KVGroupKind.STATE
-        return is_state and row.tables[group][index] == 0 and end > (index + 1) * self.block_size
+    def _written(self, row: Row, group: int, position: int, end: int) -> int:
+        """The block to which `position` of a row that computes up to `end` is written; 0: it leaves no state.
+
+        The states of drafts go to the block after that of the last known token.
+        """
+        index = position // self.block_size
+        if self.groups[group].kind is KVGroupKind.STATE:
+            known = len(row.tokens)
+            if position >= known:
+                return self._block(row, group, ((known - 1) // self.block_size + 1) * self.block_size)
+            if row.tables[group][index] == 0 and min(end, known) > (index + 1) * self.block_size:
+                return 0
+        return self._block(row, group, position)
 
     def _read_state(self, number: int, row: Row, group: int, name: Name) -> None:
         """Read the state in front of a row's chunk, in the order of the rows: a row before it may have just left it."""
@@ -315,8 +324,8 @@ class ExactWorker:
                 else:
                     positions = range(start, start + int(output.num_new[at]))
                 for position in positions:
-                    if not self._leaves_nothing(row, group, position, positions.stop):
-                        self.device[self._block(row, group, position)][self._slot(group, position)] = SPOILED
+                    if block := self._written(row, group, position, positions.stop):
+                        self.device[block][self._slot(group, position)] = SPOILED
 
     def _write_cross(self, row: Row, group: int) -> None:
         if not row.cross_written:

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from pagoda.base.config import PreemptionMode
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
 from pagoda.core.request import AdmitKind, LoraRef, RequestStatus
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from tests.core.rig import FILL, PlannedStep, Rig
+
+STATES = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, (1,))
 
 
 def drafting(prompt: int = 6, max_tokens: int = 30, **config: object) -> Rig:
@@ -102,6 +105,51 @@ def test_drafts_without_a_free_block_cause_a_preemption(
     rig.offer({drafted: [51, 52, 53]})
     assert rig.step().scheduled == scheduled
     assert (rig.scheduler.make_stats().preemptions, rig.scheduler._state.drafts.offered) == (num_preemptions, {})
+
+
+# Drafts with states
+
+
+@pytest.mark.parametrize(
+    ("said", "computed", "states", "scheduled"),
+    [
+        ([51, 52, 53, 54], 10, 2, 1),  # all are right: the state after them is the second one of their step
+        ([51, 52, 99], 7, 3, 3),  # the state before them stays, and the right ones are computed again
+        ([99], 7, 3, 1),
+    ],
+)
+def test_states_after_drafts(said: list[int], computed: int, states: int, scheduled: int) -> None:
+    rig = drafting(groups=(KVGroupSpec(), STATES))
+    step = verify(rig, [51, 52, 53], said)
+    assert (step.scheduled, step.emitted) == ({"a": 4}, {"a": said})
+    assert (rig.computed("a"), rig.blocks("a")[1]) == (computed, states)
+    assert rig.step().scheduled == {"a": scheduled}
+
+
+def test_right_drafts_are_computed_again_with_the_next_ones() -> None:
+    rig = drafting(groups=(STATES,), long_prefill_token_threshold=2)
+    rig.add("b", 4)
+    rig.step()
+    verify(rig, [51, 52, 53], [51, 52, 99])
+    rig.offer({"a": [60, 61]})
+    assert rig.step().scheduled["a"] == 3 + 2
+
+
+def test_drafts_are_at_most_a_block_where_there_are_states() -> None:
+    assert verify(drafting(groups=(STATES,)), [51, 52, 53, 54, 55, 56], [99]).scheduled == {"a": 1 + 4}
+
+
+@pytest.mark.parametrize("groups", [(STATES,), (KVGroupSpec(), STATES)], ids=["states", "attention, too"])
+def test_drafts_without_room_for_a_state_are_dropped(groups: tuple[KVGroupSpec, ...]) -> None:
+    """A sequence that lost its state would be computed again as a whole."""
+    rig = Rig(num_blocks=4, groups=groups)
+    for name in "ab":
+        rig.add(name, 6)
+    rig.step()
+    assert rig.free == 0
+    rig.offer({"a": [51, 52, 53], "b": [51, 52, 53]})
+    step = rig.step()
+    assert (step.scheduled, step.preempted, rig.scheduler._state.drafts.offered) == ({"a": 1, "b": 1}, (), {})
 
 
 def test_draft_stats() -> None:

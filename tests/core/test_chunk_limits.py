@@ -4,6 +4,7 @@ import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingMode
 from pagoda.core import planning
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
 from pagoda.core.request import MediaItem
 from pagoda.core.step_plan import Chunk
 from tests.core.rig import Rig
@@ -23,6 +24,18 @@ def test_a_small_share_for_prompts_does_not_cut_drafts(in_row_order: bool) -> No
     assert step.scheduled["a"] == 4
     rig.offer({"a": [1, 2, 3]})
     assert rig.step({"a": [1, 2, 3, 7]}).scheduled["a"] == 4
+
+
+def test_a_prompt_has_its_share_next_to_drafts_that_are_computed_again() -> None:
+    """With states, the right ones before a wrong one are: they take nothing of what prompts get."""
+    rig = Rig(prefill_beside_decodes=2, groups=(KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW),))
+    rig.add("a", 4)
+    rig.step()
+    rig.add("b", 12)
+    for _ in range(3):
+        rig.offer({"a": [1, 2, 3]})
+        scheduled = rig.step({"a": [1, 2, 8]}).scheduled
+    assert scheduled == {"a": 3 + 3, "b": 2}
 
 
 def test_the_cap_for_long_prompts_does_not_cut_drafts() -> None:

@@ -120,7 +120,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         max_model_len=max_model_len,
         encoder_decoder=encoder_decoder,
         beams=draw(st.integers(0, 2)) == 0,
-        drafts=draw(st.booleans()) and all(group.kind is not KVGroupKind.STATE for group in groups),
+        drafts=draw(st.booleans()),
     )
 
 

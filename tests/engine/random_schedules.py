@@ -370,9 +370,14 @@ def random_options(rng: np.random.Generator, max_model_len: int) -> dict[str, ob
     }
 
 
-def random_speculation(rng: np.random.Generator, draft_model: str) -> dict[str, object]:
+METHODS = ("ngram", "suffix", "layer_skip", "draft_model")
+
+
+def random_speculation(
+    rng: np.random.Generator, draft_model: str, methods: Sequence[str] = METHODS
+) -> dict[str, object]:
     """Return a speculative_config, of any method; mostly one that drafts as much as it may."""
-    method = str(rng.choice(["ngram", "suffix", "layer_skip", "draft_model"]))
+    method = str(rng.choice(methods))
     of_method: dict[str, dict[str, object]] = {
         "ngram": {"prompt_lookup_min": 1},
         "suffix": {"suffix_decoding_max_spec_factor": 4.0},

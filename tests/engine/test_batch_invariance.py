@@ -33,6 +33,7 @@ from tests.engine.driver import write_tiny_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
 from tests.engine.random_schedules import (
     FIRST_FILLER_SEED,
+    METHODS,
     Script,
     Trace,
     Watched,
@@ -136,11 +137,12 @@ def check(
     adapters: Sequence[LoraRef] = (),
     ahead: bool = False,
     num_failures: int = 0,
+    methods: Sequence[str] = METHODS,
 ) -> Counter[str]:
     """Play a random schedule for each seed, with drafts if there is a draft model; return what happened in them.
 
     ahead: schedule steps before the results of earlier ones are there, in all of them.
-    num_failures: of the first steps of each schedule, so many run out of memory.
+    num_failures: of the first steps of each schedule, so many run out of memory.   methods: that draft.
     """
     counts: Counter[str] = Counter()
     for seed in seeds:
@@ -154,7 +156,7 @@ def check(
         if adapters:
             drawn |= {"max_loras": int(rng.integers(1, len(adapters) + 1))}
         if draft_model is not None:
-            drawn |= {"speculative_config": random_speculation(rng, str(draft_model))}
+            drawn |= {"speculative_config": random_speculation(rng, str(draft_model), methods)}
         failing = frozenset(rng.integers(1, 12, num_failures).tolist())
         core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **options, **drawn}, failing=failing)
         play(core, trace, script)
@@ -481,6 +483,23 @@ def test_failures_leave_no_wrong_state(name: str, tmp_path: Path, on_the_device:
     most: dict[str, Any] = {"most_watched": len(watched), "most_fillers": 16}
     counts = check(model, watched, expected, options, range(684, 690), VOCAB, **most, num_failures=4, ahead=True)
     assert not {"failed", "not failed", "depth 2", "prefix hits"} - set(+counts), counts
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3.5"])
+def test_drafts_with_states_change_no_bits(name: str, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
+    """A state that has passed rejected drafts is not gone on from; some steps fail."""
+    on_the_device.must_compute(name)
+    shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
+    model, options = save(make_model(name, **shape), tmp_path / name), MODES["bf16"]
+    small = save(make_model("llama", **shape), tmp_path / "llama")
+    watched = [each for i, each in enumerate(tiny_watched()) if i % 2]
+    expected = reference(model, watched, {**options, "num_blocks": 200})
+    most: dict[str, Any] = {"most_watched": len(watched), "most_fillers": 16, "num_failures": 2}
+    methods = [method for method in METHODS if method != "layer_skip"]
+    counts = check(
+        model, watched, expected, options, range(700, 706), VOCAB, draft_model=small, methods=methods, **most
+    )
+    assert not {"drafted", "accepted", "failed", "prefix hits", "preempted"} - set(+counts), counts
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])

@@ -234,8 +234,8 @@ def test_what_does_not_go_with_latent_attention_is_refused_at_start(options: dic
         ({"kernels": "triton"}, "recurrent layers, which do not run on a GPU or in Triton yet"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8': models of architecture 'lfm2' have recurrent layers"),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "do not go back to a rejected draft",
+            {"speculative_config": {"method": "layer_skip", "num_draft_layers": 1}},
+            "the states of the first layers would not go back",
         ),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 does not go with short convolutions yet"),
     ],

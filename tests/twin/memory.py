@@ -89,6 +89,10 @@ class Memory:
         return {number for content in contents for number in self.pool.known.get(content, ())}
 
     @property
+    def has_states(self) -> bool:
+        return any(spec.kind is KVGroupKind.STATE for spec in self.groups)
+
+    @property
     def has_windows(self) -> bool:
         return any(spec.window for spec in self.groups)
 
@@ -181,10 +185,30 @@ class Memory:
         is_state = self.groups[group].kind is KVGroupKind.STATE
         return not is_state or (index + 1) % self.stride == 0 or index + 1 in snapshots
 
-    def new_blocks(self, group: int, have: int, upto: int, snapshots: set[int]) -> list[bool]:
-        """Of each block after the first `have`, whether there is one: not of states that nothing reads."""
-        want = blocks_for(upto, self.block_size)
-        return [self.keeps(group, index, snapshots) or index == want - 1 for index in range(have, want)]
+    def new_blocks(self, group: int, have: int, upto: int, snapshots: set[int], known: int | None = None) -> list[bool]:
+        """Of each block after the first `have`, whether there is one: not of states that nothing reads.
+
+        known: tokens before the drafts. With states, what is after these is left, and in the next block what is after
+        all.
+        """
+        want = last = blocks_for(upto, self.block_size)
+        if self.has_states and known is not None and known < upto:
+            last = blocks_for(known, self.block_size)
+            want = last + 1
+        return [self.keeps(group, index, snapshots) or index >= last - 1 for index in range(have, want)]
+
+    def keep_drafted(self, sequence: TwinSequence, num_drafts: int) -> None:
+        """All were right: the state after them is that of the sequence."""
+        size, known = self.block_size, sequence.computed - num_drafts
+        before = (known - 1) // size
+        for group, spec in enumerate(self.groups):
+            if spec.kind is KVGroupKind.STATE:
+                table = sequence.tables[group]
+                if (sequence.computed - 1) // size == before:
+                    table[before], table[before + 1] = table[before + 1], table[before]
+                elif known % size:
+                    self.pool.free_blocks([table[before]])
+                    table[before] = NULL
 
     def release_behind_windows(self, sequence: TwinSequence) -> None:
         for group in range(len(self.groups)):
@@ -236,20 +260,20 @@ class Memory:
             most = min(most, 4 + of_chunks)
         return most
 
-    def growth_need(self, sequence: TwinSequence, upto: int) -> Need:
+    def growth_need(self, sequence: TwinSequence, upto: int, known: int) -> Need:
         """New blocks so that the sequence has slots for `upto` tokens, with a copy of a shared block it writes to."""
-        need = self.num_missing(sequence, upto)
+        need = self.num_missing(sequence, upto, known)
         for group, spec in enumerate(self.groups):
             if spec.kind is not KVGroupKind.CROSS and self._shared_write(sequence, group) is not None:
                 need[self.pool_of[group]] += 1
         return need
 
-    def num_missing(self, sequence: TwinSequence, upto: int) -> Need:
+    def num_missing(self, sequence: TwinSequence, upto: int, known: int | None = None) -> Need:
         """New blocks so that the sequence has slots for `upto` tokens."""
         need = self.nothing()
         for group, spec in enumerate(self.groups):
             if spec.kind is not KVGroupKind.CROSS:
-                new = self.new_blocks(group, len(sequence.tables[group]), upto, sequence.snapshots)
+                new = self.new_blocks(group, len(sequence.tables[group]), upto, sequence.snapshots, known)
                 need[self.pool_of[group]] += sum(new)
         return need
 
@@ -273,7 +297,7 @@ class Memory:
                     blocks_for(request.encoder_len, self.block_size), self.pool_of[group]
                 )
 
-    def grow(self, sequence: TwinSequence, upto: int) -> None:
+    def grow(self, sequence: TwinSequence, upto: int, known: int | None = None) -> None:
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
                 continue
@@ -285,7 +309,7 @@ class Memory:
                 self.copied.append((self.pool.blocks[table[index]].stamp, self.pool.blocks[fresh].stamp))
                 self.pool.free_blocks([table[index]])
                 table[index] = fresh
-            new = self.new_blocks(group, len(table), upto, sequence.snapshots)
+            new = self.new_blocks(group, len(table), upto, sequence.snapshots, known)
             taken = iter(self.pool.take(sum(new), self.pool_of[group]))
             table.extend(next(taken) if is_there else NULL for is_there in new)
 

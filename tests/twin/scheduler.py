@@ -152,7 +152,10 @@ class TwinScheduler:
                 continue
             sequence = state.sequences[0]
             is_beam = state.request.is_beam_search
-            if len(sequence.tokens) - sequence.computed == 1 and not sequence.mid_prefill and not is_beam:
+            lacks = len(sequence.tokens) - sequence.computed
+            if self.memory.has_states:  # right drafts before a wrong one are computed again
+                lacks, tokens = min(lacks, 1), tokens[: self.memory.block_size]
+            if lacks == 1 and not sequence.mid_prefill and not is_beam:
                 sequence.drafts = list(tokens)
 
     def _push(self, queue: list[TwinRequest], state: TwinRequest) -> None:
@@ -254,7 +257,11 @@ class TwinScheduler:
         share, decoding = self.config.prefill_beside_decodes, self._decoding()
         self.prompt_budget: int | None = None
         if share and decoding and self.cuts:
-            self.budget = min(self.budget, sum(1 + len(sequence.drafts) for sequence in decoding) + share)
+            wanted = sum(1 + len(sequence.drafts) for sequence in decoding)
+            if self.memory.has_states:  # right drafts before a wrong one are computed again
+                lacks = [len(one.tokens) + one.placeholders - one.computed for one in decoding]
+                wanted += sum(max(count - 1, 0) for count in lacks)
+            self.budget = min(self.budget, wanted + share)
             self.prompt_budget = share
         if self.config.scheduling_mode is SchedulingMode.MIXED:
             if not self._run_running() and self._resume_swapped():
@@ -304,8 +311,8 @@ class TwinScheduler:
         self.memory.release_behind_windows(sequence)
         upto = sequence.computed + want
         known = len(sequence.tokens) + sequence.placeholders
-        while exceeds(self.memory.growth_need(sequence, upto), self.pool.num_free()):
-            if self.running == [state] and sequence.computed + want > known:  # it drops its drafts
+        while exceeds(self.memory.growth_need(sequence, upto, known), self.pool.num_free()):
+            if upto > known and (self.running == [state] or self.memory.has_states):  # it drops its drafts
                 sequence.drafts, want = [], known - sequence.computed
                 upto = known
                 continue
@@ -320,7 +327,7 @@ class TwinScheduler:
             self._preempt(victim, state)
             if victim is state:
                 return True
-        self.memory.grow(sequence, upto)
+        self.memory.grow(sequence, upto, known)
         self._place(state, sequence, want)
         self._encode(state, share)
         return victims
@@ -381,12 +388,12 @@ class TwinScheduler:
         return min(known + len(sequence.drafts), last) > sequence.computed
 
     def _capped(self, state: TwinRequest, computed: int, want: int, num_drafts: int = 0) -> int:
-        """Prompts are capped; drafts are not, nor are media items that must stay whole."""
-        if not self.cap:
+        """Prompts are capped; sequences with drafts are not, nor are media items that must stay whole."""
+        if not self.cap or num_drafts:
             return want
         media = state.request.media if self.config.no_partial_media and not self.encoder_decoder else ()
         whole = max((item.length for item in media if item.offset + item.length > computed), default=0)
-        return min(want, max(self.cap, 1 + num_drafts, whole))
+        return min(want, max(self.cap, whole))
 
     def _victim(self, candidates: list[TwinRequest]) -> TwinRequest:
         if self.config.scheduling_policy is SchedulingPolicy.PRIORITY:
@@ -425,8 +432,7 @@ class TwinScheduler:
         everyone = forked and len(whole) == len(state.alive) and (passed or self.encoder_decoder)
         fits = may_swap and everyone and not exceeds(self.memory.host_need(whole), self.host.num_free())
         if state.request.is_beam_search:  # it goes back one token: before the first choice, or with states, it cannot
-            has_states = any(spec.kind is KVGroupKind.STATE for spec in self.memory.groups)
-            fits = fits and state.search is not None and not has_states
+            fits = fits and state.search is not None and not self.memory.has_states
         if fits and self.config.preemption_mode is PreemptionMode.COST:
             swaps = self._swap_is_cheaper(state, whole)
         num_lost = 0 if fits and swaps else self._lost(state, whole or state.alive).num_tokens
@@ -898,8 +904,7 @@ class TwinScheduler:
         """Sequences that return after a recompute share the full prompt blocks of the first one, once it has them."""
         first = state.alive[0]
         known = min((len(sequence.tokens) for sequence in state.alive if not sequence.started), default=0)
-        has_states = any(spec.kind is KVGroupKind.STATE for spec in self.memory.groups)
-        shared = min(state.request.num_prompt_tokens - has_states, known - 1)
+        shared = min(state.request.num_prompt_tokens - self.memory.has_states, known - 1)
         shared = shared // self.memory.block_size * self.memory.block_size
         if not state.forked or not first.started or first.computed < shared:
             return
@@ -949,6 +954,11 @@ class TwinScheduler:
             name = self._name(state, sequence)
             tokens = sampled[name]
             rejected = len(entry.drafts) - (len(tokens) - 1)
+            if entry.drafts and self.memory.has_states:
+                if rejected or entry.epoch != state.epoch:
+                    rejected = len(entry.drafts)
+                else:
+                    self.memory.keep_drafted(sequence, len(entry.drafts))
             if entry.epoch == state.epoch:
                 sequence.computed -= rejected
                 sequence.placeholders -= min(sequence.placeholders, 1 + len(entry.drafts))

@@ -26,6 +26,8 @@ class BlockTables:
     num_released: per KV group, int32 [rows], leading blocks freed because the window has left them.
     reserved_until: int32 [rows], read-only: while a step ends at or below this position, the row needs nothing here: no
         block, no copy, nothing to free. Steps without events compare this column and look no further.
+    has_states: whether there are groups of states. What verifies drafts leaves two of them: that after the row's known
+        tokens where it always is, and that after all drafts in the next block.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class BlockTables:
         self._reserved_until = np.zeros(table.max_rows, np.int32)
         self.reserved_until = readonly(self._reserved_until)
         self.pools = pools
-        self.groups = sizing.groups
+        self.groups, self.block_size, self.has_states = sizing.groups, sizing.block_size, sizing.has_states
         self.growing = tuple(group for group in sizing.groups if group.grows)
         self._growing_in = [
             tuple(group for group in self.growing if group.pool == pool) for pool in range(len(pools.num_blocks))
@@ -88,30 +90,38 @@ class BlockTables:
             blocks = np.concatenate(tables or (NO_BLOCKS,))[order]
         return blocks[blocks != 0]
 
-    def _missing(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return how many entries the tables of each row lack; int32 [num_rows]."""
-        return np.maximum(-(-ends // self._sizing.block_size) - self.num_blocks[rows], 0)
+    def _missing(self, rows: np.ndarray, ends: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Return how many entries the tables of each row lack; int32 [num_rows].
 
-    def _lacking(self, rows: np.ndarray, missing: np.ndarray) -> list[np.ndarray]:
-        """Return how many blocks each row lacks in each growing group, by pool; int [num_rows]. See `_missing`."""
+        known: up to where tokens are known of rows that compute up to `ends`; `ends` itself without drafts or states.
+        """
+        wanted = -(-known // self.block_size)
+        if known is not ends:
+            wanted += known < ends
+        return np.maximum(wanted - self.num_blocks[rows], 0)
+
+    def _lacking(self, rows: np.ndarray, known: np.ndarray, missing: np.ndarray) -> list[np.ndarray]:
+        """Return how many blocks each row lacks in each growing group, by pool; int [num_rows].
+
+        known, missing: see `_missing`.
+        """
         lacking = [missing] * len(self._growing_in)
         for pool, groups in enumerate(self._growing_in):
             if groups and groups[0].stride > 1:
                 at, index = _spread(self.num_blocks[rows], missing)
-                held = self._holds(groups[0], rows[at], index, (self.num_blocks[rows] + missing)[at])
+                held = self._holds(groups[0], rows[at], index, known[at])
                 lacking[pool] = np.bincount(at[held], minlength=len(rows))
         return lacking
 
-    def _holds(self, group: KVGroup, rows: np.ndarray, index: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return which new entries at `index` get a block, bool [n]: of states, what is kept, and where a row goes on.
-
-        ends: entries that the row has then.
+    def _holds(self, group: KVGroup, rows: np.ndarray, index: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Return which new entries at `index` of `rows` get a block, bool [n]: those that are kept, that of the last
+        known token, and that of drafts.
         """
-        return group.keeps(index, self._snapshots[rows]) | (index + 1 == ends)
+        return group.keeps(index, self._snapshots[rows]) | (index >= (known - 1) // self.block_size)
 
     def num_missing(self, rows: np.ndarray, ends: np.ndarray) -> BlockCounts:
         """Return how many blocks `rows` lack to compute up to `ends`, without copies."""
-        counts = [int(lacking.sum()) for lacking in self._lacking(rows, self._missing(rows, ends))]
+        counts = [int(lacking.sum()) for lacking in self._lacking(rows, ends, self._missing(rows, ends, ends))]
         return self._sizing.total((group, counts[group.pool]) for group in self.growing)
 
     def _num_fitting(self, rows: np.ndarray, missing: list[np.ndarray]) -> int:
@@ -143,7 +153,7 @@ class BlockTables:
             self.entries[group.index][row, : len(blocks)] = blocks
             self.num_released[group.index][row] = passed
             self.pools.touch(blocks[blocks != 0])
-        self.num_blocks[row] = prefix.num_tokens // self._sizing.block_size
+        self.num_blocks[row] = prefix.num_tokens // self.block_size
         self._snapshots[row] = self._sizing.snapshots_of(int(self._table.num_prompt_tokens[row]), prefix.parts_at)
         self.num_cross_blocks[row] = 0
         for group in self._cross:
@@ -167,8 +177,9 @@ class BlockTables:
         Out-of-window blocks of that one are freed all the same. More may fit than were served: whether one does is only
         certain for the first.
         """
-        missing = self._missing(rows, ends)
-        count = self._num_fitting(rows, self._lacking(rows, missing))
+        known = np.minimum(ends, self._table.num_known(rows)) if self.has_states else ends
+        missing = self._missing(rows, ends, known)
+        count = self._num_fitting(rows, self._lacking(rows, known, missing))
         # What the window of a later row leaves is not free yet.
         if count > 1 and self.windows and self.pools.has_pins:
             for at in range(count):
@@ -181,10 +192,10 @@ class BlockTables:
         if self._shared_tails:
             for row in rows.tolist():  # in running order: the last one of a block writes in place
                 self._unshare_tail(row)
-        self._changed += self._grow(rows, missing[:count])
+        self._changed += self._grow(rows, known[:count], missing[:count])
         return count
 
-    def _grow(self, rows: np.ndarray, missing: np.ndarray) -> list[_TableChange]:
+    def _grow(self, rows: np.ndarray, known: np.ndarray, missing: np.ndarray) -> list[_TableChange]:
         """Allocate blocks for `missing` new entries at the end of the tables of `rows`. Return what has changed."""
         have, total, changed = self.num_blocks[rows], int(missing.sum()), list[_TableChange]()
         if total:
@@ -193,11 +204,10 @@ class BlockTables:
             else:
                 at, index = _spread(have, missing)
             where, index = rows[at].astype(np.int32), index.astype(np.int32)
-            ends = have + missing
             for pool, groups in enumerate(self._growing_in):
                 held, count = None, total
                 if groups and groups[0].stride > 1:
-                    held = self._holds(groups[0], where, index, ends[at])
+                    held = self._holds(groups[0], where, index, known[at])
                     count = int(np.count_nonzero(held))
                 allocated = self.allocate(pool, count * len(groups))
                 for nth, group in enumerate(groups):
@@ -207,7 +217,7 @@ class BlockTables:
                         block_ids[held] = held_ids
                     self.entries[group.index][where, index] = block_ids
                     changed.append((where, group.index, index, block_ids))
-            self.num_blocks[rows] = ends
+            self.num_blocks[rows] = have + missing
         self._reserve(rows)
         return changed
 
@@ -218,8 +228,8 @@ class BlockTables:
 
     def _append(self, row: int, end: int) -> None:
         """Allocate new blocks at the end of the tables of one row, which workers get whole."""
-        one = np.array([row])
-        self._grow(one, self._missing(one, np.array([end])))
+        one, ends = np.array([row]), np.array([end])
+        self._grow(one, ends, self._missing(one, ends, ends))
 
     def allocate(self, pool: int, count: int) -> np.ndarray:
         """Allocate `count` blocks, int32; what they held is removed from the prefix cache."""
@@ -230,7 +240,7 @@ class BlockTables:
 
     def _reserve(self, rows: np.ndarray) -> None:
         """Note up to where `rows` can continue without the KV manager."""
-        until = self.num_blocks[rows] * self._sizing.block_size
+        until = self.num_blocks[rows] * self.block_size
         for group in self.windows:
             until = np.minimum(until, group.next_passed_at(self.num_released[group.index][rows]))
         self._reserved_until[rows] = until
@@ -251,11 +261,27 @@ class BlockTables:
                 entries[:] = 0
                 released[row] = last
 
+    def keep_drafted(self, row: int, num_drafts: int) -> None:
+        """All drafts that a complete step has verified were right: the row goes on from the state after them."""
+        end = int(self._table.num_computed[row])
+        known = end - num_drafts
+        index = np.array([0, 1], np.int32) + (known - 1) // self.block_size
+        for group in self.windows:
+            if not group.spec.has_states:
+                continue
+            entries = self.entries[group.index][row]
+            if end <= index[1] * self.block_size:
+                entries[index] = entries[index[::-1]]
+            elif known % self.block_size:  # the first is not that of a full block
+                self.pools.free(entries[index[:1]])
+                entries[index[0]] = 0
+            self._changed.append((np.full(2, row, np.int32), group.index, index, entries[index]))
+
     # Rows that share blocks
 
     def fork(self, source: int, row: int, num_tokens: int) -> None:
         """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
-        self.num_blocks[row] = blocks_for(num_tokens, self._sizing.block_size)
+        self.num_blocks[row] = blocks_for(num_tokens, self.block_size)
         self._snapshots[row], self.num_cross_blocks[row] = self._snapshots[source], self.num_cross_blocks[source]
         for group, entries, released in zip(self.groups, self.entries, self.num_released, strict=True):
             count = int(self.used(group)[row])
@@ -264,7 +290,7 @@ class BlockTables:
             self.pools.touch(held[held != 0])
             released[row] = min(int(released[source]), count)
         self._reserve(np.array([row]))
-        if num_tokens % self._sizing.block_size:
+        if num_tokens % self.block_size:
             self._mark_shared_tail(source)
             self._mark_shared_tail(row)
         self._prefix_cache.share(source, row, num_tokens)

@@ -43,7 +43,9 @@ class KVCacheManager:
         self._watermark: BlockCounts = tuple(int(cache.watermark * (count + 1)) for count in self.num_blocks)
         self._admit_whole_prompt = options.admit_whole_prompt
         self._table = table
-        widths = [blocks_for(sizing.max_model_len, group.block_size) * group.grows for group in sizing.groups]
+        # Drafts leave a state in the block after that of the tokens before them; tables of all groups grow together.
+        longest = sizing.max_model_len + sizing.block_size * sizing.has_states
+        widths = [blocks_for(longest, group.block_size) * group.grows for group in sizing.groups]
         entries = [np.zeros((table.max_rows, width), np.int32) for width in widths]
         caching = cache.enable_prefix_caching and bool(sizing.groups) and all(group.grows for group in sizing.groups)
         self.prefix_cache = PrefixCache(

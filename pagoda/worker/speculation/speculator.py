@@ -140,7 +140,7 @@ class Speculator:
         # A step without drafts should lose next to nothing here: arrays of one element are slow, right after a forward.
         now_s = self._now()
         if self._controller is not None:
-            self._learn(self._controller, output, num_sampled, now_s - self._begin_s)
+            self._learn(self._controller, output, table, num_sampled, now_s - self._begin_s)
         rows = output.sample_rows
         # A step with k drafts samples up to k + 1 tokens.
         room = self._length_limit[rows] - table.num_tokens[rows] - 1
@@ -160,7 +160,12 @@ class Speculator:
         return drafts
 
     def _learn(
-        self, controller: DraftController, output: SchedulerOutput, num_sampled: np.ndarray, duration_s: float
+        self,
+        controller: DraftController,
+        output: SchedulerOutput,
+        table: TableMirror,
+        num_sampled: np.ndarray,
+        duration_s: float,
     ) -> None:
         drafts = output.drafts
         num_rows, num_drafts, num_emitted = len(output.rows), 0, len(num_sampled)
@@ -171,6 +176,9 @@ class Speculator:
                     controller.observe_draft(row, grade, len(drafts[row]), min(emitted - 1, len(drafts[row])))
             num_drafts, num_emitted = sum(map(len, drafts.values())), int(num_sampled.sum())
         decodes_only = len(num_sampled) == num_rows and output.total_num_scheduled_tokens == num_rows + num_drafts
+        if drafts and table.state_groups and len(num_sampled) == num_rows:
+            # Right drafts before a wrong one are computed again, which is part of what drafts cost.
+            decodes_only = bool((output.start >= table.num_prompt[output.rows]).all())
         if not decodes_only or output.admitted:
             return
         is_busy = self._gap_s < _SAME_BUSY_PERIOD * duration_s

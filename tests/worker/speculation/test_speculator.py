@@ -144,6 +144,24 @@ def test_a_model_is_not_run_for_drafts_that_could_not_be_used() -> None:
     assert drafter.num_asked == 1
 
 
+@pytest.mark.parametrize(
+    ("start", "state_groups", "counts"),
+    [(3, (0,), True), (2, (0,), False), (3, (), False)],
+    ids=["decodes", "the end of a prompt", "resumed, without states"],
+)
+def test_what_states_compute_again_is_part_of_what_drafts_cost(
+    start: int, state_groups: tuple[int, ...], counts: bool
+) -> None:
+    speculator = Speculator(draft_setup(4, adaptive=True), Scripted(), 64, 4, now=Clock())
+    table = TableMirror(4, 64, 4, 1, state_groups=state_groups)
+    table.num_prompt[0] = 3
+    rows, one, drafts = np.zeros(1, np.int32), np.ones(1, np.int32), {0: np.full(2, 7, np.int32)}
+    output = SchedulerOutput(1, rows, start * one, 5 * one, rows, rows, 5, drafts=drafts)
+    speculator.finish_step(output, table, one, {})
+    assert speculator._controller is not None
+    assert speculator._controller._since_plain == counts
+
+
 def test_what_a_model_drafts_is_verified() -> None:
     """To choose fewer of its drafts afterwards would be too late: making them is what they cost."""
     now_s = 0.0
