@@ -73,6 +73,15 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
     "bamba": [{"r": 8, "target_modules": ["in_proj", "out_proj", "q_proj", "gate_proj", "down_proj"]}],
     "falcon-h1": [{"r": 8, "target_modules": ["in_proj", "k_proj", "o_proj", "gate_proj", "down_proj"]}],
     "nemotron-h": [{"r": 8, "target_modules": ["in_proj", "q_proj", "o_proj"]}],
+    "gemma4-moe": [
+        {"r": 8, "target_modules": ["q_proj", "o_proj", "gate_proj"]},
+        {"r": 4, "target_modules": ["down_proj"]},
+    ],
+    "llama4": [
+        {"r": 8, "target_modules": ["q_proj", "o_proj"]},
+        {"r": 4, "target_modules": r".*shared_expert\.(gate|down)_proj"},
+    ],
+    "llama4-dense-layers": [{"r": 8, "target_modules": ["k_proj", "up_proj"]}],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],
 }
 
