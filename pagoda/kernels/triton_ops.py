@@ -74,8 +74,7 @@ class TritonOps(TorchOps):
         self.bidirectional_attention = bidirectional_attention
         multiply = TritonLinear(batch_invariant, multiplies_fp8)
         self.linear, self.logits = multiply.linear, multiply.logits
-        experts = TritonMoE(multiplies_fp8)
-        self.moe, self.grouped_moe = experts.moe, experts.grouped_moe
+        self.moe = TritonMoE(multiplies_fp8).moe
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return LibraryLinear(weight, bias, *weight.shape, packed=False)

@@ -58,7 +58,7 @@ class PlainMLP(Module):
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """How a token's experts are chosen, where not by the router's logits alone: see `ForwardOps.grouped_moe`.
+    """How a token's experts are chosen, where not by the router's logits alone: see `ForwardOps.route`.
 
     top: groups that a token takes experts of.   has_bias: the checkpoint has a bias of the choice, in float32.
     """
@@ -92,6 +92,13 @@ class ExpertsConfig:
     limit: float = 0.0
     alternates: bool = False
     groups: ExpertGroups | None = None
+
+    def route_in_groups(self, ops: ForwardOps, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ForwardOps.route`. There must be groups."""
+        assert self.groups is not None
+        of = self.groups
+        how = of.sigmoid, bias, of.count, of.top, of.best, of.factor
+        return ops.route(logits, self.top_k, self.renormalize, *how)
 
 
 class StackedExperts(Module):
@@ -140,25 +147,13 @@ class MoE(Module):
         return y if self.shared_expert is None else ops.add(y, self._shared(ops, x, self.shared_expert))
 
     def _routed(self, ops: ForwardOps, x: Tensor) -> Tensor:
-        config, groups = self.config, self.config.groups
-        gate_up, down = self.experts.gate_up.weight.value, self.experts.down.weight.value
-        if groups is None or self.choice_bias is None:
-            logits = self.gate(ops, x)
-            return ops.moe(x, logits, gate_up, down, config.top_k, config.renormalize, config.alpha, config.limit)
-        return ops.grouped_moe(
-            x,
-            ops.logits(x, self.gate.weight.value),
-            self.choice_bias.value,
-            gate_up,
-            down,
-            config.top_k,
-            config.renormalize,
-            groups.sigmoid,
-            groups.count,
-            groups.top,
-            groups.best,
-            groups.factor,
-        )
+        config, experts = self.config, self.experts
+        if self.choice_bias is None:
+            chosen = ops.route(self.gate(ops, x), config.top_k, config.renormalize)
+        else:
+            chosen = config.route_in_groups(ops, ops.logits(x, self.gate.weight.value), self.choice_bias.value)
+        stacks = experts.gate_up.weight.value, experts.down.weight.value
+        return ops.moe(x, *chosen, *stacks, alpha=config.alpha, limit=config.limit)
 
     def _shared(self, ops: ForwardOps, x: Tensor, expert: GatedMLP) -> Tensor:
         y = expert(ops, x)

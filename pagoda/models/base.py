@@ -162,7 +162,7 @@ class EncoderItem:
         """Return how many rows of a domain the item has."""
         if domain is Domain.TOKENS:
             return self.num_tokens
-        if domain is Domain.TAIL:
+        if domain is Domain.OUTPUTS:
             return self.num_outputs
         return next(len(array.values) for array in self.inputs.values() if array.domain is domain)
 

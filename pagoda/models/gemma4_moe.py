@@ -37,16 +37,10 @@ class Gemma4Experts(Module):
         """mlp, stream [T, hidden] -> the same shape."""
         config = self.config
         routed = ops.rms_norm(stream, self.scale.value, self.norm_eps)
-        y = ops.moe(
-            self.pre_feedforward_layernorm_2(ops, stream),
-            ops.scale(ops.logits(routed, self.proj.weight.value), self.logit_scale),
-            self.experts.gate_up.weight.value,
-            self.experts.down.weight.value,
-            config.top_k,
-            config.renormalize,
-            activation=self.activation,
-            factors=self.per_expert_scale.value,
-        )
+        logits = ops.scale(ops.logits(routed, self.proj.weight.value), self.logit_scale)
+        chosen = ops.route(logits, config.top_k, config.renormalize, factors=self.per_expert_scale.value)
+        stacks = self.experts.gate_up.weight.value, self.experts.down.weight.value
+        y = ops.moe(self.pre_feedforward_layernorm_2(ops, stream), *chosen, *stacks, self.activation)
         y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
         return ops.add(self.post_feedforward_layernorm_1(ops, mlp), self.post_feedforward_layernorm_2(ops, y))
 

@@ -65,9 +65,9 @@ class InputScaledMoE(MoE):
     """Each expert reads x times the sigmoid of its logit."""
 
     def _routed(self, ops: ForwardOps, x: Tensor) -> Tensor:
-        gate_up, down = self.experts.gate_up.weight.value, self.experts.down.weight.value
-        logits, top_k = ops.logits(x, self.gate.weight.value), self.config.top_k
-        return ops.moe(x, logits, gate_up, down, top_k, renormalize=False, scales_input=True)
+        logits, experts = ops.logits(x, self.gate.weight.value), self.experts
+        chosen = ops.route(logits, self.config.top_k, renormalize=False, sigmoid=True)
+        return ops.moe(x, *chosen, experts.gate_up.weight.value, experts.down.weight.value, scales_input=True)
 
 
 class Llama4Layer(LlamaLayer):

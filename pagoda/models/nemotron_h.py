@@ -57,7 +57,6 @@ class NemotronMoE(Module):
 
     def __init__(self, config: NemotronHConfig) -> None:
         hidden_size, experts = config.spec.hidden_size, config.experts
-        assert experts.groups is not None
         self.gate = Linear(hidden_size, experts.num_experts, quantizable=False)
         self.choice_bias = Parameter[Tensor](Vector(experts.num_experts, is_float32=True))
         self.fc1_latent_proj: Linear | None = None
@@ -68,7 +67,7 @@ class NemotronMoE(Module):
         if config.latent_size:
             self.fc2_latent_proj = Linear(config.latent_size, hidden_size, config.mlp_bias)
         self.shared_experts = PlainMLP(hidden_size, experts.shared_size, config.activation, config.mlp_bias)
-        self.config, self.groups, self.activation = experts, experts.groups, config.activation
+        self.config, self.activation = experts, config.activation
         self.ranks: RankGroup | None = None
 
     def divide(self, ranks: RankGroup, group: int) -> None:
@@ -77,22 +76,10 @@ class NemotronMoE(Module):
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        config, groups = self.config, self.groups
-        y = ops.grouped_moe(
-            x if self.fc1_latent_proj is None else self.fc1_latent_proj(ops, x),
-            ops.logits(x, self.gate.weight.value),
-            self.choice_bias.value,
-            self.experts.up.weight.value,
-            self.experts.down.weight.value,
-            config.top_k,
-            config.renormalize,
-            groups.sigmoid,
-            groups.count,
-            groups.top,
-            groups.best,
-            groups.factor,
-            self.activation,
-        )
+        logits, experts = ops.logits(x, self.gate.weight.value), self.experts
+        chosen = self.config.route_in_groups(ops, logits, self.choice_bias.value)
+        reads = x if self.fc1_latent_proj is None else self.fc1_latent_proj(ops, x)
+        y = ops.moe(reads, *chosen, experts.up.weight.value, experts.down.weight.value, self.activation)
         y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
         y = y if self.fc2_latent_proj is None else self.fc2_latent_proj(ops, y)
         return ops.add(y, self.shared_experts(ops, x))

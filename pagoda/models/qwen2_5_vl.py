@@ -202,7 +202,7 @@ class Qwen25VLEncoder(Encoder):
         return EncoderItem(
             (np.array([len(tokens)], np.int32), (lengths * unit).astype(np.int32)),
             len(order),
-            {FEATURES: ItemArray(features[tokens]), JOINED: ItemArray(joined, Domain.TAIL, Domain.TOKENS)},
+            {FEATURES: ItemArray(features[tokens]), JOINED: ItemArray(joined, Domain.OUTPUTS, Domain.TOKENS)},
             at[tokens],
         )
 

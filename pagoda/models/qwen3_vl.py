@@ -162,7 +162,7 @@ class Qwen3VLEncoder(Qwen25VLEncoder):
         _, rows, columns = grid
         at = places_of_patches(rows, columns, self.config.merge)
         joined = np.arange(len(at), dtype=np.int64).reshape(-1, self.config.merge**2)
-        inputs = {FEATURES: ItemArray(features), JOINED: ItemArray(joined, Domain.TAIL, Domain.TOKENS)}
+        inputs = {FEATURES: ItemArray(features), JOINED: ItemArray(joined, Domain.OUTPUTS, Domain.TOKENS)}
         indices, weights = corners(at, rows, columns, self.tower.side)
         for number, (corner, weight) in enumerate(_CORNERS):
             inputs[corner] = ItemArray(indices[:, number])

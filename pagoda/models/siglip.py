@@ -160,7 +160,7 @@ class SiglipEncoder(Encoder):
     def item(self, features: np.ndarray, grid: tuple[int, ...]) -> EncoderItem:
         side = self.vision.side
         joined = joined_patches(side, side, self.factor)
-        inputs = {FEATURES: ItemArray(features), JOINED: ItemArray(joined, Domain.TAIL, Domain.TOKENS)}
+        inputs = {FEATURES: ItemArray(features), JOINED: ItemArray(joined, Domain.OUTPUTS, Domain.TOKENS)}
         return EncoderItem((np.array([side * side], np.int32),), len(joined), inputs)
 
 

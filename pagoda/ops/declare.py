@@ -34,7 +34,7 @@ class Domain(IntEnum):
     """What the rows of a value are: how many there are differs from batch to batch."""
 
     TOKENS = 0  # the batch's tokens
-    TAIL = 1  # the tokens whose final hidden states are needed
+    OUTPUTS = 1  # the tokens whose final hidden states are needed
     EMBEDS = 2  # the batch's tokens that are given as embeddings
     LOGITS = 3  # those of them that give logits
     FEATURES = 4  # of an encoder: what it reads, where that has not a row per token
@@ -74,7 +74,8 @@ class Rows:
     """An activation or an input of the batch: [rows], [rows, dim] or [rows, heads, dim].
 
     dtype: the required dtype, or the name of an argument with the same dtype; None is any float.
-    like: an argument of the same shape.   below: an argument whose rows it indexes; the indices are checked.
+    like: an argument of the same shape.
+    below: an argument whose rows it indexes, or the weights of experts, one by one; the indices are checked.
     contiguous: rows must be adjacent (elements within a row always are).
     any_domain: its rows may be of another domain than those of the other arguments.
     writes: the op changes it in place, so it must be what an earlier op made.
@@ -163,11 +164,13 @@ class Out:
     """A result, contiguous, with a row for each row of the argument `rows` and in its domain.
 
     row_shape: (dim,) or (heads, dim).   dtype: as in Rows; None is that of `rows`.
+    below: an argument whose last dimension it indexes: a forward may give it to an op that wants such indices.
     """
 
     rows: str
     row_shape: Callable[[Shapes], tuple[int, ...]]
     dtype: DType | str | None = None
+    below: str | None = None
 
 
 def like(name: str) -> Out:

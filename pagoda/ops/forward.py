@@ -34,7 +34,6 @@ from pagoda.ops.shape_rules import (
     check_gate_up,
     check_gated_delta,
     check_gated_norm,
-    check_grouped_moe,
     check_latent,
     check_layer_norm,
     check_low_rank,
@@ -46,6 +45,7 @@ from pagoda.ops.shape_rules import (
     check_product,
     check_put_rows,
     check_rotary_write,
+    check_route,
     check_short_conv,
     check_tables,
     check_text,
@@ -437,75 +437,69 @@ class ForwardOps(Protocol):
 
     @op(
         "moe",
-        check_moe,
-        x=Rows(),
+        check_route,
         router_logits=Rows(),
-        gate_up=Experts(of="x"),
-        down=Experts(of="x", directly=False),
+        bias=Table(F32, optional=True),
         factors=Table(F32, optional=True),
-        out=like("x"),
+        experts=Out("router_logits", lambda s: s["top_k"], I64, below="router_logits"),
+        weights=Out("router_logits", lambda s: s["top_k"], F32),
     )
-    def moe(
+    def route(
         self,
-        x: Tensor,
         router_logits: Tensor,
-        gate_up: ExpertWeights,
-        down: ExpertWeights,
         top_k: int,
         renormalize: bool,
-        alpha: float = 1.0,
-        limit: float = 0.0,
-        activation: Activation = Activation.SILU,
+        sigmoid: bool = False,
+        bias: Tensor | None = None,
+        groups: int = 1,
+        top_groups: int = 1,
+        best: int = 1,
+        factor: float = 1.0,
         factors: Tensor | None = None,
-        scales_input: bool = False,
-    ) -> Tensor:
-        """Route each token to its top_k experts and sum their MLPs by routing weight, [T, hidden] -> [T, hidden].
+    ) -> tuple[Tensor, Tensor]:
+        """Choose each token's top_k experts -> (experts int64 [T, top_k], weights float32 [T, top_k]), the best first.
 
-        router_logits: [T, E], any float dtype.   gate_up: E weights [2 I, hidden], gate then up; without gates
-        [I, hidden].   down: E weights [hidden, I].
-        A routing weight is the softmax over all experts, in float32; of equals the lower expert is chosen.
-        renormalize: the chosen weights are divided by their sum (Mixtral; Qwen3-MoE where norm_topk_prob says so).
-        factors: of each expert's weights after that, float32 [E]; None for 1.
-        scales_input: the weight is the sigmoid of the logit, and multiplies what the expert reads, which is rounded to
-        x's dtype, in place of its output (Llama 4).
-        An expert computes down(activation(gate(x)) * up(x)), without a gate down(activation(up(x))). With a limit
-        (GPT-OSS), gate is at most that, up at most as far from 0, and it computes
-        down(gate * sigmoid(alpha * gate) * (up + 1)). The weighted sum is in float32, the largest weight first, and
-        rounded once to x's dtype.
+        router_logits: [T, E], any float dtype; all is computed in float32. Of equals the lower expert is better.
+        An expert's score is the softmax over all experts, or the sigmoid of its logit. Its weight is the score
+        (renormalize: over the sum of those chosen; Mixtral; Qwen3-MoE where norm_topk_prob says so) times factor, and
+        times its own of `factors`, [E] or None.
+        bias: [E] or None. Without it, the largest logits are chosen. With it, the largest score + bias, of experts in
+        those top_groups of `groups` equal groups whose `best` largest of these have the largest sums (DeepSeek).
         """
         ...
 
     @op(
         "moe",
-        check_grouped_moe,
+        check_moe,
         x=Rows(),
-        router_logits=Rows(),
-        bias=Table(F32),
+        experts=Rows(I64, below="gate_up", contiguous=True),
+        weights=Rows(F32, like="experts", contiguous=True),
         gate_up=Experts(of="x"),
         down=Experts(of="x", directly=False),
         out=like("x"),
     )
-    def grouped_moe(
+    def moe(
         self,
         x: Tensor,
-        router_logits: Tensor,
-        bias: Tensor,
+        experts: Tensor,
+        weights: Tensor,
         gate_up: ExpertWeights,
         down: ExpertWeights,
-        top_k: int,
-        renormalize: bool,
-        sigmoid: bool,
-        groups: int,
-        top_groups: int,
-        best: int,
-        factor: float,
         activation: Activation = Activation.SILU,
+        alpha: float = 1.0,
+        limit: float = 0.0,
+        scales_input: bool = False,
     ) -> Tensor:
-        """`moe` whose experts are in `groups` equal groups, of which a token takes experts of `top_groups` only.
+        """Sum the MLPs of each token's experts by weight, [T, hidden] -> [T, hidden].
 
-        An expert's score is the sigmoid of its logit, or the softmax over all experts; experts are chosen by their
-        score + bias [E], groups by the sum of their `best` largest of these, of equals the lower. A routing weight is
-        the score (with renormalize: over the sum of those chosen) times factor.
+        experts, weights: of `route`.   gate_up: E weights [2 I, hidden], gate then up; without gates [I, hidden].
+        down: E weights [hidden, I].
+        An expert computes down(activation(gate(x)) * up(x)), without a gate down(activation(up(x))). With a limit
+        (GPT-OSS), gate is at most that, up at most as far from 0, and it computes
+        down(gate * sigmoid(alpha * gate) * (up + 1)). The weighted sum is in float32, in the order of a token's
+        experts, and rounded once to x's dtype.
+        scales_input: a weight multiplies what the expert reads, which is rounded to x's dtype, in place of its output
+        (Llama 4).
         """
         ...
 

@@ -142,30 +142,31 @@ def _check_scan(shapes: Shapes, per_token: Sequence[str], per_head: Sequence[str
             raise ValueError(f"{name} {shapes[name]} does not have a number for each of the {num_heads} heads")
 
 
-def check_moe(shapes: Shapes) -> None:
-    (experts, width, hidden), (top_k,) = shapes["gate_up"], shapes["top_k"]
-    fits = shapes["down"] in ((experts, hidden, width // 2), (experts, hidden, width))  # with a gate, without one
-    if not fits or shapes["router_logits"][1] != experts:
-        raise ValueError(
-            f"gate_up of {experts} experts [{width}, {hidden}] needs down [{hidden}, {width // 2}], or without a gate "
-            f"[{hidden}, {width}], and as many router logits, not {shapes['down']} and {shapes['router_logits']}"
-        )
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")
-    if shapes.get("factors", ()) not in ((), (experts,)):
-        raise ValueError(f"factors {shapes['factors']} are not one for each of {experts} experts")
-
-
-def check_grouped_moe(shapes: Shapes) -> None:
-    """Groups must divide the experts, and those that a token may take must have top_k experts."""
-    check_moe(shapes)
-    experts, groups = shapes["gate_up"][0], shapes["groups"][0]
-    top_k, top_groups, best = (shapes[name][0] for name in ("top_k", "top_groups", "best"))
+def check_route(shapes: Shapes) -> None:
+    """There must be top_k experts in the groups that a token may take, and numbers of each expert for all of them."""
+    experts, bias, factors = shapes["router_logits"][1], shapes["bias"], shapes["factors"]
+    groups, top_groups, best, top_k = (shapes[name][0] for name in ("groups", "top_groups", "best", "top_k"))
     size = experts // groups if groups > 0 else 0
     if not size or experts % groups or not 1 <= top_groups <= groups or not 1 <= best <= size:
         raise ValueError(f"{top_groups} of {groups} groups, by {best} experts each, do not fit {experts} experts")
-    if top_k > top_groups * size or shapes["bias"] != (experts,):
-        raise ValueError(f"top_k = {top_k} and bias {shapes['bias']} do not fit {top_groups} groups of {size} experts")
+    if groups > 1 and not bias:
+        raise ValueError(f"a choice among {groups} groups needs a bias of the {experts} experts, which may be zeros")
+    if not 1 <= top_k <= top_groups * size:
+        raise ValueError(f"top_k must be 1 to {top_groups * size}, not {top_k}")
+    for name, shape in (("bias", bias), ("factors", factors)):
+        if shape not in ((), (experts,)):
+            raise ValueError(f"{name} {shape} is not one for each of {experts} experts")
+
+
+def check_moe(shapes: Shapes) -> None:
+    experts, width, hidden = shapes["gate_up"]
+    if shapes["down"] not in ((experts, hidden, width // 2), (experts, hidden, width)):  # with a gate, without one
+        raise ValueError(
+            f"gate_up of {experts} experts [{width}, {hidden}] needs down [{hidden}, {width // 2}], or without a gate "
+            f"[{hidden}, {width}], not {shapes['down']}"
+        )
+    if len(shapes["experts"]) != 2:
+        raise ValueError(f"experts {shapes['experts']} are not [tokens, top_k]")
 
 
 def check_low_rank(shapes: Shapes) -> None:

@@ -35,7 +35,7 @@ from pagoda.worker.batch_rows import (
 from pagoda.worker.table_mirror import TableMirror
 
 _NONE = np.empty(0, np.int64)
-_DOMAINS = {OUTPUT_ADAPTERS: Domain.TAIL, LOGITS_ADAPTERS: Domain.LOGITS, EMBED_ROWS: Domain.EMBEDS}
+_DOMAINS = {OUTPUT_ADAPTERS: Domain.OUTPUTS, LOGITS_ADAPTERS: Domain.LOGITS, EMBED_ROWS: Domain.EMBEDS}
 
 
 @dataclass(frozen=True, slots=True)

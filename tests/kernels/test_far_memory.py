@@ -142,7 +142,7 @@ def test_rows_and_weights(make_triton_ops: Any, reference: Any) -> None:
     experts = [[by.prepare_experts([by.prepare_linear(one) for one in stack]) for stack in (up, down)]
                for by in (ops, reference)]  # fmt: skip
     experts[0] = [replace(stack, codes=apart(stack.codes)) for stack in experts[0]]
-    got, want = (by.moe(x[:, :20].contiguous(), router, *stacks, 2, True)
+    got, want = (by.moe(x[:, :20].contiguous(), *by.route(router, 2, True), *stacks)
                  for by, stacks in zip((ops, reference), experts, strict=True))  # fmt: skip
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 

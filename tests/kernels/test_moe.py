@@ -1,4 +1,6 @@
-"""The mixture-of-experts op: its definition against transformers' block, and each implementation against it."""
+"""Mixture of experts: the definition against transformers' block, and each implementation against it."""
+
+import random
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
-from pagoda.base.errors import ConfigError
+from pagoda.base.errors import ConfigError, InvariantBroken
 from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, Q4, Q4_MIN
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, scales_of
 from pagoda.kernels.native_ops import NativeOps
@@ -45,18 +47,34 @@ def test_the_definition_is_what_transformers_computes(reference: ReferenceOps, r
     want = (found[0] if isinstance(found, tuple) else found).reshape(11, 24)
     gate_up = experts_of(reference, block.experts.gate_up_proj.data, F32)
     down = experts_of(reference, block.experts.down_proj.data, F32)
-    got = reference.moe(x, x @ block.gate.weight.data.T, gate_up, down, 3, renormalize)
+    got = reference.moe(x, *reference.route(x @ block.gate.weight.data.T, 3, renormalize), gate_up, down)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_of_equal_experts_the_lower_is_chosen(fast: Ops, reference: ReferenceOps) -> None:
     for ops in (fast, reference):
-        gate_up = experts_of(ops, draw(5, 64, 16), F32)
-        down = experts_of(ops, draw(5, 16, 32, seed=1), F32)
-        x = draw(1, 16, seed=2)
-        tied = ops.moe(x, torch.tensor([[0.5, 1.0, 1.0, 1.0, 1.0]]), gate_up, down, 2, True)
-        plain = ops.moe(x, torch.tensor([[-9.0, 1.0, 1.0, -9.0, -9.0]]), gate_up, down, 2, True)
-        torch.testing.assert_close(tied, plain)
+        experts, weights = ops.route(torch.tensor([[0.5, 1.0, 1.0, 1.0, 1.0]]), 2, True)
+        assert experts.tolist() == [[1, 2]]
+        assert weights.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_routing_equals_the_reference(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    for seed in range(40):
+        groups, size = rng.choice([1, 2, 4]), rng.choice([2, 5, 16, 33])
+        logits = 3 * draw(rng.choice([1, 7]), groups * size, seed=seed).to(dtype)
+        bias, factors = (draw(groups * size, seed=seed + of) for of in (100, 200))
+        top_groups, best = rng.randint(1, groups), rng.randint(1, size)
+        options = {
+            "top_k": rng.randint(1, top_groups * size), "renormalize": rng.random() < 0.5,
+            "sigmoid": rng.random() < 0.5, "factor": rng.choice([1.0, 2.5]), "factors": rng.choice([factors, None]),
+        }  # fmt: skip
+        if groups > 1 or rng.random() < 0.5:
+            options |= {"bias": bias, "groups": groups, "top_groups": top_groups, "best": best}
+        (got, weights), (want, wanted) = (ops.route(logits, **options) for ops in (fast, reference))
+        assert torch.equal(got, want), options
+        torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -81,11 +99,9 @@ def test_equals_the_reference(
     got, want = (
         ops.moe(
             x,
-            router_logits,
+            *ops.route(router_logits, top_k, renormalize),
             experts_of(ops, gate_up / hidden**0.5, dtype),
             experts_of(ops, down / inner**0.5, dtype),
-            top_k,
-            renormalize,
         )
         for ops in (fast, reference)
     )
@@ -102,18 +118,17 @@ def test_experts_without_a_gate_equal_the_reference(
     x, router_logits = draw(37, 96).to(dtype), draw(37, 8, seed=1).to(dtype)
     up, down = draw(8, inner, 96, seed=2) / 10, draw(8, 96, inner, seed=3) / 10
     got, want = (
-        ops.moe(x, router_logits, experts_of(ops, up, dtype), experts_of(ops, down, dtype), 3, True, activation=kind)
+        ops.moe(x, *ops.route(router_logits, 3, True), *(experts_of(ops, w, dtype) for w in (up, down)), kind)
         for ops in (fast, reference)
     )
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     positive = (x[0].float() @ up.to(dtype).float()[5].T).relu()
     alone = reference.moe(
         x[:1],
-        torch.tensor([[0.0] * 5 + [99, 0, 0]]),
+        torch.tensor([[5]]),
+        torch.ones(1, 1),
         *(experts_of(reference, w, dtype) for w in (up, down)),
-        1,
-        True,
-        activation=kind,
+        kind,
     )
     torch.testing.assert_close(
         alone[0].float(), positive**2 @ down.to(dtype).float()[5].T, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
@@ -129,8 +144,8 @@ def test_experts_with_another_gate_and_factors_equal_the_reference(
     gate_up, down = draw(8, 2 * inner, 96, seed=2) / 10, draw(8, 96, inner, seed=3) / 10
 
     def run(ops: Ops, kind: Activation, factors: torch.Tensor | None) -> torch.Tensor:
-        weights = (experts_of(ops, each, dtype) for each in (gate_up, down))
-        return ops.moe(x, router_logits, *weights, 3, True, activation=kind, factors=factors)
+        stacks = (experts_of(ops, each, dtype) for each in (gate_up, down))
+        return ops.moe(x, *ops.route(router_logits, 3, True, factors=factors), *stacks, kind)
 
     factors = draw(8, seed=4).abs() + 0.2
     want = run(reference, Activation.GELU_TANH, factors)
@@ -150,8 +165,8 @@ def test_experts_of_scaled_input_equal_the_reference(
     gate_up, down = draw(8, 2 * inner, 96, seed=2) / 10, draw(8, 96, inner, seed=3) / 10
     got, want = (
         ops.moe(
-            x, router_logits, *(experts_of(ops, each, dtype) for each in (gate_up, down)), top_k, False,
-            scales_input=True,
+            x, *ops.route(router_logits, top_k, False, sigmoid=True),
+            *(experts_of(ops, each, dtype) for each in (gate_up, down)), scales_input=True,
         )
         for ops in (fast, reference)
     )  # fmt: skip
@@ -187,7 +202,14 @@ def test_limited_experts_with_biases_equal_the_reference(
             experts(fast, shapes[0], 100)
         return
     got, want, plain = (
-        ops.moe(x, router_logits, experts(ops, shapes[0], 100), experts(ops, shapes[1], 300), 3, True, *limited)
+        ops.moe(
+            x,
+            *ops.route(router_logits, 3, True),
+            experts(ops, shapes[0], 100),
+            experts(ops, shapes[1], 300),
+            Activation.SILU,
+            *limited,
+        )
         for ops, limited in ((fast, (1.702, 0.8)), (reference, (1.702, 0.8)), (reference, ()))
     )
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -201,10 +223,10 @@ def test_experts_of_the_best_groups_are_those_of_transformers(fast: Ops, referen
     if is_v3:
         router = DeepseekV3TopkRouter(DeepseekV3Config(**sizes, routed_scaling_factor=2.5))
         router.e_score_correction_bias.data = draw(12, seed=4) / 5
-        bias, options = router.e_score_correction_bias.data, (True, True, 4, 2, 2, 2.5)
+        options = True, True, router.e_score_correction_bias.data, 4, 2, 2, 2.5
     else:
         config = DeepseekV2Config(**sizes, routed_scaling_factor=1.7, topk_method="group_limited_greedy")
-        router, bias, options = DeepseekV2TopkRouter(config), torch.zeros(12), (False, False, 4, 2, 1, 1.7)
+        router, options = DeepseekV2TopkRouter(config), (False, False, torch.zeros(12), 4, 2, 1, 1.7)
     router.weight.data = draw(12, 24, seed=5)
     x, gate_up, down = draw(50, 24, seed=6), draw(12, 64, 24) / 4, draw(12, 24, 32, seed=1) / 4
     with torch.no_grad():
@@ -216,20 +238,19 @@ def test_experts_of_the_best_groups_are_those_of_transformers(fast: Ops, referen
             want[token] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
     for ops in (fast, reference):
         stacks = experts_of(ops, gate_up, F32), experts_of(ops, down, F32)
-        torch.testing.assert_close(ops.grouped_moe(x, logits, bias, *stacks, 3, *options), want, atol=1e-4, rtol=1e-4)
-        first = ops.grouped_moe(x[7:8], logits[7:8], bias, *stacks, 3, *options)
-        torch.testing.assert_close(first, want[7:8], atol=1e-4, rtol=1e-4)
+        for rows in (slice(None), slice(7, 8)):
+            got = ops.moe(x[rows], *ops.route(logits[rows], 3, *options), *stacks)
+            torch.testing.assert_close(got, want[rows], atol=1e-4, rtol=1e-4)
 
 
 def test_groups_that_do_not_fit_are_refused(native: NativeOps) -> None:
-    stacks = experts_of(native, draw(12, 64, 24), F32), experts_of(native, draw(12, 24, 32), F32)
-    for groups, top, best in ((5, 1, 1), (4, 5, 1), (4, 2, 4), (4, 0, 1)):
+    for groups, top, best in ((5, 1, 1), (4, 5, 1), (4, 2, 4), (4, 0, 1), (0, 1, 1)):
         with pytest.raises(ValueError, match=f"{top} of {groups} groups"):
-            native.grouped_moe(
-                draw(2, 24), draw(2, 12), torch.zeros(12), *stacks, 3, True, True, groups, top, best, 1.0
-            )
-    with pytest.raises(ValueError, match="top_k = 7"):
-        native.grouped_moe(draw(2, 24), draw(2, 12), torch.zeros(12), *stacks, 7, True, True, 4, 2, 1, 1.0)
+            native.route(draw(2, 12), 3, True, True, torch.zeros(12), groups, top, best)
+    with pytest.raises(ValueError, match="top_k must be 1 to 6, not 7"):
+        native.route(draw(2, 12), 7, True, True, torch.zeros(12), 4, 2, 1)
+    with pytest.raises(ValueError, match="needs a bias"):
+        native.route(draw(2, 12), 3, True, groups=4, top_groups=2)
 
 
 def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:
@@ -265,7 +286,7 @@ def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: s
         for e in range(4)
     ]
     router_logits = draw(7, 4, seed=1)
-    got = native.moe(x, router_logits, native.prepare_experts(up), native.prepare_experts(down), 2, True)
+    got = native.moe(x, *native.route(router_logits, 2, True), native.prepare_experts(up), native.prepare_experts(down))
     weights, chosen = torch.softmax(router_logits, -1).topk(2, -1)
     want = torch.zeros(7, hidden)
     for token in range(7):
@@ -299,7 +320,7 @@ def test_a_tokens_bits_are_its_own(native: NativeOps, kind: torch.dtype | str, i
     gate_up, down = prepared((width, hidden), 100), prepared((hidden, inner), 200)
 
     def run(ops: NativeOps, rows: slice | torch.Tensor) -> torch.Tensor:
-        return ops.moe(x[rows], router_logits[rows], gate_up, down, 3, False)
+        return ops.moe(x[rows], *ops.route(router_logits[rows], 3, False), gate_up, down)
 
     alone = torch.cat([run(native, slice(i, i + 1)) for i in range(tokens)])
     assert alone.isfinite().all()
@@ -317,11 +338,11 @@ def test_more_pairs_than_one_block_holds(native: NativeOps) -> None:
     x, router_logits = draw(3000, 32).bfloat16(), draw(3000, 4, seed=1)
     gate_up = experts_of(native, draw(4, 64, 32, seed=2), BF16)
     down = experts_of(native, draw(4, 32, 32, seed=3), BF16)
-    whole = native.moe(x, router_logits, gate_up, down, 2, True)
-    parts = [
-        native.moe(x[i : i + 700], router_logits[i : i + 700], gate_up, down, 2, True) for i in range(0, 3000, 700)
-    ]
-    assert torch.equal(whole, torch.cat(parts))
+
+    def run(rows: slice) -> torch.Tensor:
+        return native.moe(x[rows], *native.route(router_logits[rows], 2, True), gate_up, down)
+
+    assert torch.equal(run(slice(None)), torch.cat([run(slice(i, i + 700)) for i in range(0, 3000, 700)]))
 
 
 @pytest.mark.parametrize("where", ["x", "router_logits"])
@@ -330,30 +351,45 @@ def test_a_token_that_is_not_finite_affects_no_other(native: NativeOps, where: s
     given = {"x": draw(20, 64), "router_logits": draw(20, 4, seed=1)}
     gate_up = experts_of(native, draw(4, 64, 64, seed=2), F32)
     down = experts_of(native, draw(4, 64, 32, seed=3), F32)
-    clean = native.moe(**given, gate_up=gate_up, down=down, top_k=2, renormalize=True)
+
+    def run() -> torch.Tensor:
+        return native.moe(given["x"], *native.route(given["router_logits"], 2, True), gate_up, down)
+
+    clean = run()
     given[where][5, 2] = bad
-    got = native.moe(**given, gate_up=gate_up, down=down, top_k=2, renormalize=True)
+    got = run()
     assert not got[5].isfinite().all()
     got[5] = clean[5]
     assert torch.equal(got, clean)
 
 
-def test_experts_that_do_not_fit_are_refused(native: NativeOps) -> None:
+def test_experts_that_do_not_fit_are_refused(native: NativeOps, reference: ReferenceOps) -> None:
     gate_up, down = experts_of(native, draw(4, 64, 48), F32), experts_of(native, draw(4, 48, 32), F32)
-    x, router_logits = draw(3, 48), draw(3, 4)
     for wrong, said in (
         ({"top_k": 5}, "top_k must be 1 to 4, not 5"),
         ({"top_k": 0}, "top_k must be 1 to 4"),
-        ({"router_logits": draw(3, 5)}, "router logits"),
-        ({"router_logits": draw(2, 4)}, "different numbers of rows"),
-        ({"down": experts_of(native, draw(4, 48, 31), F32)}, "needs down"),
+        ({"bias": draw(5)}, "bias .5,. is not one for each of 4 experts"),
         ({"factors": draw(3)}, "not one for each of 4 experts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            native.route(**{"router_logits": draw(3, 4), "top_k": 2, "renormalize": True, **wrong})
+    chosen = torch.tensor([[0, 3]] * 3)
+    given = {"x": draw(3, 48), "experts": chosen, "weights": torch.ones(3, 2), "gate_up": gate_up, "down": down}
+    for wrong, said in (
+        ({"experts": chosen[:2], "weights": torch.ones(2, 2)}, "different numbers of rows"),
+        ({"experts": chosen[:, 0].contiguous(), "weights": torch.ones(3)}, "not .tokens, top_k."),
+        ({"weights": torch.ones(3, 1)}, "weights must have the shape of experts"),
+        ({"down": experts_of(native, draw(4, 48, 31), F32)}, "needs down"),
         ({"gate_up": experts_of(native, draw(4, 64, 47), F32)}, "multiplies rows of 47"),
         ({"down": experts_of(native, draw(4, 48, 32), BF16)}, "of torch.bfloat16"),
     ):
-        given = {"x": x, "router_logits": router_logits, "gate_up": gate_up, "down": down, "top_k": 2}
         with pytest.raises(ValueError, match=said):
-            native.moe(**{**given, **wrong}, renormalize=True)
+            native.moe(**{**given, **wrong})
+    for ops in (native, reference):
+        stacks = experts_of(ops, draw(4, 64, 48), F32), experts_of(ops, draw(4, 48, 32), F32)
+        for expert in (4, -1):
+            with pytest.raises(InvariantBroken, match=f"moe: experts: element 5 is {expert},"):
+                ops.moe(draw(3, 48), torch.tensor([[0, 3], [1, 2], [1, expert]]), torch.ones(3, 2), *stacks)
     one = native.prepare_linear(draw(64, 48))
     with pytest.raises(ValueError, match="2 kinds"):
         native.prepare_experts([one, native.prepare_linear(draw(64, 40))])

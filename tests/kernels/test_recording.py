@@ -55,7 +55,7 @@ class SmallModel:
         x, residual = ops.add_rms_norm(x, residual, self.norm, 1e-5)
         if batch.num_layers == 1:  # without its experts
             return x
-        x = ops.moe(x, ops.logits(x, self.router), self.gate_up, self.down, 2, True)
+        x = ops.moe(x, *ops.route(ops.logits(x, self.router), 2, True), self.gate_up, self.down)
         if "encoder" in batch.inputs:
             gate_up = ops.linear(batch.inputs["encoder"].tensor, self.gate)  # rows of their own domain
             states = ops.gate(gate_up, Activation.SILU)
@@ -91,7 +91,7 @@ def with_inputs(lens: list[tuple[int, int]], names: str, seed: int) -> ForwardBa
         given["embeddings"] = Input(draw(tokens, HIDDEN, seed=seed))
     if "encoder" in names:
         given["encoder"] = Input(draw(11 + seed, HIDDEN, seed=seed), Domain.EMBEDS)
-        given["of_encoder"] = Input(torch.arange(outputs) * 2, Domain.TAIL)
+        given["of_encoder"] = Input(torch.arange(outputs) * 2, Domain.OUTPUTS)
     return replace(batch, inputs=given, num_layers=1 if "draft" in names else 0)
 
 
@@ -155,7 +155,8 @@ def test_a_program_may_have_several_results(native: NativeOps) -> None:
         (lambda ops, b, kv: b.token_ids, "a result that is an input"),
         (lambda ops, b, kv: ops.split_qkv(ops.embedding(b.token_ids, TABLE), 2, 1, 16)[0], "a part of another value"),
         (lambda ops, b, kv: mixed_domains(ops, b), "rows of different domains"),
-        (lambda ops, b, kv: attention_of_the_wrong_rows(ops, b, kv), "with metadata of TAIL rows"),
+        (lambda ops, b, kv: experts_beyond_those_there_are(ops, b), "moe: experts that is not an input"),
+        (lambda ops, b, kv: attention_of_the_wrong_rows(ops, b, kv), "with metadata of OUTPUTS rows"),
         (lambda ops, b, kv: unknown_metadata(ops, b, kv), "metadata that is not the batch's"),
     ],
 )
@@ -169,7 +170,12 @@ TABLE = draw(VOCAB, HIDDEN)
 
 def mixed_domains(ops, batch: ForwardBatch):
     x = ops.embedding(batch.token_ids, TABLE)
-    return ops.moe(ops.select_rows(x, batch.outputs.index), x, *experts(ops), 1, True)
+    return ops.moe(ops.select_rows(x, batch.outputs.index), *ops.route(x, 1, True), *experts(ops))
+
+
+def experts_beyond_those_there_are(ops, batch: ForwardBatch):
+    x = ops.embedding(batch.token_ids, TABLE)
+    return ops.moe(x, *ops.route(ops.join(x, x), 1, True), *experts(ops))
 
 
 def experts(ops):
@@ -233,7 +239,7 @@ def test_inputs_are_checked_before_anything_runs(native: NativeOps) -> None:
         (replace(batch, positions=changed(batch.positions, (4,), -1)), "positions: element 4 is -1"),
         (replace(batch, outputs=replace(outputs, index=changed(outputs.index, (1,), 15))),
          "output_index: element 1 is 15"),
-        (replace(batch, inputs={**batch.inputs, "of_encoder": Input(changed(of_encoder, (0,), 11), Domain.TAIL)}),
+        (replace(batch, inputs={**batch.inputs, "of_encoder": Input(changed(of_encoder, (0,), 11), Domain.OUTPUTS)}),
          "of_encoder: element 0 is 11, allowed are 0 to 10"),
         (replace(batch, metadata=with_metadata(group, slot_mapping=bad_slot)), "token 14"),
         (replace(batch, metadata=with_metadata(group, block_table=bad_block)), "row 1"),

@@ -122,7 +122,7 @@ void linear() {
 }
 
 void moe() {
-    constexpr int64_t EXPERTS = 6, TOKENS = 300, HIDDEN = 64, INNER = 64;
+    constexpr int64_t EXPERTS = 6, TOP_K = 2, TOKENS = 300, HIDDEN = 64, INNER = 64;
     std::vector<std::vector<float>> panels(2 * EXPERTS);
     std::vector<PackedLinear> up, down;
     std::vector<const PackedLinear*> up_at, down_at;
@@ -133,18 +133,27 @@ void moe() {
     for (int64_t e = 0; e < EXPERTS; e++) up_at.push_back(&up[e]), down_at.push_back(&down[e]);
     ExpertStack gate_up{up_at.data(), EXPERTS}, downs{down_at.data(), EXPERTS};
     std::vector<float> x = drawn(TOKENS * HIDDEN, 3), router = drawn(TOKENS * EXPERTS, 4), one(x.size()), many(x.size());
+    std::vector<int64_t> experts(TOKENS * TOP_K);
+    std::vector<float> weights(TOKENS * TOP_K);
+    RouteArgs route{};
+    route.router_logits = rows(router.data(), TOKENS, 1, EXPERTS);
+    route.top_k = TOP_K;
+    route.renormalize = 1;
+    route.factor = 1.0f;
+    route.experts = rows(experts.data(), TOKENS, 1, TOP_K, I64);
+    route.weights = rows(weights.data(), TOKENS, 1, TOP_K);
     MoeArgs args{};
     args.x = rows(x.data(), TOKENS, 1, HIDDEN);
-    args.router_logits = rows(router.data(), TOKENS, 1, EXPERTS);
+    args.experts = route.experts;
+    args.weights = route.weights;
     args.gate_up = &gate_up;
     args.down = &downs;
-    args.top_k = 2;
-    args.renormalize = 1;
     args.activation = ACTIVATION_SILU;
     args.out = rows(one.data(), TOKENS, 1, HIDDEN);
+    pagoda_route(&route, 1);
     pagoda_moe(&args, 1);
     args.out.data = many.data();
-    for (int i = 0; i < 5; i++) pagoda_moe(&args, 4);
+    for (int i = 0; i < 5; i++) pagoda_route(&route, 4), pagoda_moe(&args, 4);
     expect(one == many, "moe on four threads");
 }
 

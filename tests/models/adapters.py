@@ -67,7 +67,7 @@ class RowsWithAdapters:
         of_outputs = tokens[batch.outputs.index]
         inputs = {
             ADAPTERS: Input(tokens),
-            OUTPUT_ADAPTERS: Input(of_outputs, Domain.TAIL),
+            OUTPUT_ADAPTERS: Input(of_outputs, Domain.OUTPUTS),
             LOGITS_ADAPTERS: Input(of_outputs[batch.logits_index], Domain.LOGITS),
         }
         return self._forward.run(replace(batch, inputs=inputs), kv)

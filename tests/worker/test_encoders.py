@@ -51,7 +51,7 @@ class PatchEncoder(Encoder):
         every_other = np.arange(1, len(features), 2, dtype=np.int64)
         inputs = {
             FEATURES: ItemArray(features),
-            "every_other": ItemArray(every_other, Domain.TAIL, indexes=Domain.TOKENS),
+            "every_other": ItemArray(every_other, Domain.OUTPUTS, indexes=Domain.TOKENS),
         }
         return EncoderItem((np.array([len(features)], np.int32),), len(every_other), inputs)
 

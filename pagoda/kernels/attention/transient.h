@@ -38,30 +38,26 @@ Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
     for (int64_t row = 0; row < rows.num_rows; row++)
         for (int64_t i = 0; i < blocks_of(row); i++) tables[row * width + i] = next++;
 
-    parallel(threads_for(2 * num_elements(a.k), threads, a.k.rows), [&](int thread, int num_threads) {
-        Range mine = share_of(a.k.rows, thread, num_threads);
+    for_shares(a.k.rows, 2 * num_elements(a.k), threads, [&](int64_t t) {
         T wide_k[WIDEST_HEAD], wide_v[WIDEST_HEAD];
-        int64_t row = std::upper_bound(rows.query_start, rows.query_start + rows.num_rows, mine.begin) - rows.query_start - 1;
-        for (int64_t t = mine.begin; t < mine.end; t++) {
-            while (t >= rows.query_start[row + 1]) row++;
-            int64_t at = t - rows.query_start[row], slot = at % TRANSIENT_BLOCK;
-            int64_t block = tables[row * width + at / TRANSIENT_BLOCK];
-            for (int64_t h = 0; h < kv_heads; h++) {
-                int64_t to = (block * kv_heads + h) * page;
-                const T* k = elements_of<const T>(a.k) + t * a.k.stride + h * dim;
-                const T* v = elements_of<const T>(a.v) + t * a.v.stride + h * dim;
-                if (is_wider) {
-                    copy_padded(k, dim, wide_k, head_dim);
-                    copy_padded(v, dim, wide_v, head_dim);
-                    k = wide_k, v = wide_v;
-                }
-                scatter_k<T>(k, k_pages + to, slot, TRANSIENT_BLOCK, head_dim);
-                scatter_v<T>(v, v_pages + to, slot, head_dim);
+        int64_t row = std::upper_bound(rows.query_start, rows.query_start + rows.num_rows, t) - rows.query_start - 1;
+        int64_t at = t - rows.query_start[row], slot = at % TRANSIENT_BLOCK;
+        int64_t block = tables[row * width + at / TRANSIENT_BLOCK];
+        for (int64_t h = 0; h < kv_heads; h++) {
+            int64_t to = (block * kv_heads + h) * page;
+            const T* k = elements_of<const T>(a.k) + t * a.k.stride + h * dim;
+            const T* v = elements_of<const T>(a.v) + t * a.v.stride + h * dim;
+            if (is_wider) {
+                copy_padded(k, dim, wide_k, head_dim);
+                copy_padded(v, dim, wide_v, head_dim);
+                k = wide_k, v = wide_v;
             }
-            for (int64_t h = 0; is_wider && h < heads; h++)
-                copy_padded(elements_of<const T>(a.q) + t * a.q.stride + h * dim, dim,
-                            queries + (t * heads + h) * head_dim, head_dim);
+            scatter_k<T>(k, k_pages + to, slot, TRANSIENT_BLOCK, head_dim);
+            scatter_v<T>(v, v_pages + to, slot, head_dim);
         }
+        for (int64_t h = 0; is_wider && h < heads; h++)
+            copy_padded(elements_of<const T>(a.q) + t * a.q.stride + h * dim, dim, queries + (t * heads + h) * head_dim,
+                        head_dim);
     });
     KVPages pages{k_pages, v_pages, nullptr, nullptr, kv_heads * page, kv_heads * page, 0,
                   blocks, kv_heads, TRANSIENT_BLOCK, head_dim, head_dim, a.k.dtype, 0};

@@ -67,18 +67,12 @@ Sorted sort_rows(const Tensor& adapters, const LowRankSlots& table) {
 // Run body(segment, piece, first row, end row, first panel, end panel) for every piece of work. Rows count in `order`.
 template <class Body>
 void for_work(const Task* tasks, int64_t count, int64_t elements, int threads, Body&& body) {
-    int64_t all = tasks[count - 1].end;
-    std::atomic<int64_t> next{0};
-    parallel(static_cast<int>(std::min<int64_t>(threads_for(elements, threads), all)), [&](int, int) {
-        int64_t at = 0;
-        for (int64_t work; (work = next.fetch_add(1, std::memory_order_relaxed)) < all;) {
-            while (tasks[at].end <= work) at++;
-            const Task& task = tasks[at];
-            int64_t within = work - (at == 0 ? 0 : tasks[at - 1].end), columns = task.columns();
-            int64_t row = task.segment->begin + within / columns * BLOCK_ROWS, panel = within % columns * task.width;
-            body(*task.segment, task.piece, row, std::min(task.segment->end, row + BLOCK_ROWS), panel,
-                 std::min(task.panels, panel + task.width));
-        }
+    for_claims(tasks[count - 1].end, threads_for(elements, threads), [&](int64_t work) {
+        const Task* task = std::upper_bound(tasks, tasks + count, work, [](int64_t at, const Task& of) { return at < of.end; });
+        int64_t within = work - (task == tasks ? 0 : task[-1].end), columns = task->columns();
+        int64_t row = task->segment->begin + within / columns * BLOCK_ROWS, panel = within % columns * task->width;
+        body(*task->segment, task->piece, row, std::min(task->segment->end, row + BLOCK_ROWS), panel,
+             std::min(task->panels, panel + task->width));
     });
 }
 

@@ -1,35 +1,32 @@
 """Mixture of experts in torch, one expert at a time with all of its tokens."""
 
-from functools import partial
-
 import torch
 
 from pagoda.kernels.linear.library import LibraryLinear, linear
-from pagoda.kernels.moe.reference import ExpertList, activated, grouped_moe_by, moe_by
+from pagoda.kernels.moe.reference import ExpertList, activated, scaled_input
 from pagoda.ops.declare import Activation
 
 
-def _sum_of_experts(
+def moe(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
     gate_up: ExpertList[LibraryLinear],
     down: ExpertList[LibraryLinear],
-    activation: Activation,
-    alpha: float,
-    limit: float,
+    activation: Activation = Activation.SILU,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    scales_input: bool = False,
 ) -> torch.Tensor:
     """See reference. `linear` rounds an expert's output once more than the definition."""
-    tokens, top_k = experts.shape
-    per_row = top_k if len(x) == tokens else 1
-    parts = torch.empty(tokens * top_k, x.shape[1], dtype=torch.float32, device=x.device)
+    top_k, hidden = experts.shape[1], x.shape[1]
+    rows, per_row = (scaled_input(x, weights), 1) if scales_input else (x, top_k)
+    parts = torch.empty(experts.numel(), hidden, dtype=torch.float32, device=x.device)
     pair_of = experts.flatten()
     for expert in pair_of.unique().tolist():
         pairs = (pair_of == expert).nonzero().squeeze(1)
-        both = linear(x[pairs // per_row], gate_up.weights[expert])
+        both = linear(rows[pairs // per_row], gate_up.weights[expert])
         active = activated(both, down.in_features, activation, alpha, limit)
         parts[pairs] = linear(active, down.weights[expert]).float()
-    return (parts.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
-
-
-moe, grouped_moe = partial(moe_by, _sum_of_experts), partial(grouped_moe_by, _sum_of_experts)
+    parts = parts.view(-1, top_k, hidden)
+    return (parts if scales_input else parts * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)

@@ -1,9 +1,7 @@
 """The definition of the mixture-of-experts ops: one token and one expert at a time, in float32."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -22,6 +20,11 @@ class ExpertList(Generic[WeightT]):
     weights: tuple[WeightT, ...]
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """(experts, out_features, in_features)"""
+        return (self.num_experts, self.out_features, self.in_features)
+
+    @property
     def num_experts(self) -> int:
         return len(self.weights)
 
@@ -34,12 +37,52 @@ class ExpertList(Generic[WeightT]):
         return self.weights[0].in_features
 
 
-def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, E] -> (experts int64 [T, top_k], weights float32 [T, top_k]), the largest first, of equals the lower id."""
-    weights = torch.softmax(router_logits.float(), dim=-1)
-    experts = router_logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    chosen = weights.gather(1, experts)
-    return experts, chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen
+def route(
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    sigmoid: bool = False,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    best: int = 1,
+    factor: float = 1.0,
+    factors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    choice = router_logits.float()
+    scores = choice.sigmoid() if sigmoid else choice.softmax(dim=-1)
+    if bias is not None:
+        choice = (scores + bias).unflatten(-1, (groups, -1))
+        of_group = choice.sort(dim=-1, descending=True).values[..., :best].sum(dim=-1)
+        chosen_groups = of_group.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+        allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, chosen_groups, True)
+        choice = choice.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    weights = scores.gather(1, experts)
+    weights = (weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights) * factor
+    return experts, weights if factors is None else weights * factors[experts]
+
+
+def moe(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: ExpertList[PlainLinear],
+    down: ExpertList[PlainLinear],
+    activation: Activation = Activation.SILU,
+    alpha: float = 1.0,
+    limit: float = 0.0,
+    scales_input: bool = False,
+) -> torch.Tensor:
+    """Between up and down an expert's activation is rounded to x's dtype, as in a dense layer."""
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for token, row in enumerate(x.unsqueeze(1)):
+        for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):
+            reads, factor = ((row.float() * weight).to(x.dtype), 1.0) if scales_input else (row, weight)
+            both = logits(reads, gate_up.weights[expert]).to(x.dtype)
+            active = activated(both, down.in_features, activation, alpha, limit)
+            out[token] += factor * logits(active, down.weights[expert])[0]
+    return out.to(x.dtype)
 
 
 def activated(x: torch.Tensor, inner: int, kind: Activation, alpha: float, limit: float) -> torch.Tensor:
@@ -53,97 +96,6 @@ def activated(x: torch.Tensor, inner: int, kind: Activation, alpha: float, limit
     return (gates * torch.sigmoid(alpha * gates) * (up + 1)).to(x.dtype)
 
 
-SumOfExperts: TypeAlias = Callable[..., torch.Tensor]
-"""(x, experts [T, top_k], weights [T, top_k], gate_up, down, activation, alpha, limit) -> [T, hidden], in x's dtype.
-
-x: [T, hidden], or [T * top_k, hidden], a row for each expert of a token.
-"""
-
-
-def moe_by(
-    sum_of_experts: SumOfExperts,
-    x: torch.Tensor,
-    router_logits: torch.Tensor,
-    gate_up: ExpertList[WeightT],
-    down: ExpertList[WeightT],
-    top_k: int,
-    renormalize: bool,
-    alpha: float = 1.0,
-    limit: float = 0.0,
-    activation: Activation = Activation.SILU,
-    factors: torch.Tensor | None = None,
-    scales_input: bool = False,
-) -> torch.Tensor:
-    """Compute `ForwardOps.moe`."""
-    experts, weights = route(router_logits, top_k, renormalize)
-    if scales_input:
-        x, weights = scaled_input(x, router_logits, experts)
-    weights = weights if factors is None else weights * factors[experts]
-    return sum_of_experts(x, experts, weights, gate_up, down, activation, alpha, limit)
-
-
-def scaled_input(
-    x: torch.Tensor, router_logits: torch.Tensor, experts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what each expert of a token reads, [T * top_k, hidden], and the weights of their outputs, which are 1."""
-    factors = router_logits.float().gather(1, experts).sigmoid()
-    return (x.unsqueeze(1) * factors.unsqueeze(-1)).to(x.dtype).flatten(0, 1), torch.ones_like(factors)
-
-
-def grouped_moe_by(
-    sum_of_experts: SumOfExperts,
-    x: torch.Tensor,
-    router_logits: torch.Tensor,
-    bias: torch.Tensor,
-    gate_up: ExpertList[WeightT],
-    down: ExpertList[WeightT],
-    top_k: int,
-    renormalize: bool,
-    sigmoid: bool,
-    groups: int,
-    top_groups: int,
-    best: int,
-    factor: float,
-    activation: Activation = Activation.SILU,
-) -> torch.Tensor:
-    """Compute `ForwardOps.grouped_moe`."""
-    logits = router_logits.float()
-    scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
-    choice = (scores + bias).unflatten(-1, (groups, -1))
-    of_group = choice.sort(dim=-1, descending=True).values[..., :best].sum(dim=-1)
-    chosen_groups = of_group.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
-    allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, chosen_groups, True)
-    choice = choice.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
-    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    chosen = scores.gather(1, experts)
-    weights = (chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen) * factor
-    return sum_of_experts(x, experts, weights, gate_up, down, activation, 1.0, 0.0)
-
-
-def _sum_of_experts(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: ExpertList[PlainLinear],
-    down: ExpertList[PlainLinear],
-    activation: Activation,
-    alpha: float,
-    limit: float,
-) -> torch.Tensor:
-    """Sum the MLPs of each token's experts by weight, rounded once.
-
-    Between up and down an expert's activation is rounded to x's dtype, as in a dense layer.
-    """
-    tokens, top_k = experts.shape
-    per_row = top_k if len(x) == tokens else 1
-    out = torch.zeros(tokens, x.shape[1], dtype=torch.float32, device=x.device)
-    for token in range(tokens):
-        for rank, (expert, weight) in enumerate(zip(experts[token].tolist(), weights[token], strict=True)):
-            row = (token * top_k + rank) // per_row
-            both = logits(x[row : row + 1], gate_up.weights[expert]).to(x.dtype)
-            active = activated(both, down.in_features, activation, alpha, limit)
-            out[token] += weight * logits(active, down.weights[expert])[0]
-    return out.to(x.dtype)
-
-
-moe, grouped_moe = partial(moe_by, _sum_of_experts), partial(grouped_moe_by, _sum_of_experts)
+def scaled_input(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return what each expert of a token reads where its weight scales that, [T * top_k, hidden]."""
+    return (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1)

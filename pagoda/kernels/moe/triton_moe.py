@@ -6,8 +6,6 @@ experts, token * top_k + rank. Tiles have one size, and an element is summed in 
 not depend on the batch.
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from pagoda.kernels.activation.triton_activation import activate, gate
 from pagoda.kernels.linear.triton_forms import TritonWeight, step_size
 from pagoda.kernels.linear.triton_linear import rows_for
 from pagoda.kernels.linear.triton_product import product, scaled
-from pagoda.kernels.moe.reference import grouped_moe_by, scaled_input
+from pagoda.kernels.moe import reference
 from pagoda.kernels.triton_support import jit
 from pagoda.ops.declare import Activation
 
@@ -52,8 +50,23 @@ def _route(
     tl.store(weights + token * TOP_K + rank_at, chosen, mask=rank_at < TOP_K)
 
 
-def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """See reference.route."""
+def route(
+    router_logits: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    sigmoid: bool = False,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    best: int = 1,
+    factor: float = 1.0,
+    factors: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See reference. There is a kernel for a softmax without a bias; the rest is computed in torch."""
+    if sigmoid or bias is not None:
+        return reference.route(
+            router_logits, top_k, renormalize, sigmoid, bias, groups, top_groups, best, factor, factors
+        )
     logits = router_logits if router_logits.stride(1) == 1 else router_logits.contiguous()
     tokens, num_experts = logits.shape
     experts = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
@@ -63,7 +76,8 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
         _route[(tokens,)](
             logits, experts, weights, logits.stride(0), num_experts, renormalize, top_k, *blocks, num_warps=1
         )
-    return experts, weights
+    weights = weights if factor == 1.0 else weights * factor
+    return experts, weights if factors is None else weights * factors[experts]
 
 
 _BLOCK_M, _BLOCK_N = 64, 64
@@ -127,59 +141,40 @@ def _weighted_sum(parts, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.cons
 
 
 class TritonMoE:
-    """`moe` and `grouped_moe` of the op table, the latter routed by torch.   multiplies_fp8: see TritonLinear."""
+    """`moe` of the op table.   multiplies_fp8: see TritonLinear."""
 
     def __init__(self, multiplies_fp8: bool = True) -> None:
         self._multiplies_fp8 = multiplies_fp8
-        self.grouped_moe = partial(grouped_moe_by, self.sum_of_experts)
 
     def moe(
-        self,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        gate_up: TritonWeight,
-        down: TritonWeight,
-        top_k: int,
-        renormalize: bool,
-        alpha: float = 1.0,
-        limit: float = 0.0,
-        activation: Activation = Activation.SILU,
-        factors: torch.Tensor | None = None,
-        scales_input: bool = False,
-    ) -> torch.Tensor:
-        """See reference.moe."""
-        experts, weights = route(router_logits, top_k, renormalize)
-        if scales_input:
-            x, weights = scaled_input(x, router_logits, experts)
-        weights = weights if factors is None else weights * factors[experts]
-        return self.sum_of_experts(x, experts, weights, gate_up, down, activation, alpha, limit)
-
-    def sum_of_experts(
         self,
         x: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
         gate_up: TritonWeight,
         down: TritonWeight,
-        activation: Activation,
-        alpha: float,
-        limit: float,
+        activation: Activation = Activation.SILU,
+        alpha: float = 1.0,
+        limit: float = 0.0,
+        scales_input: bool = False,
     ) -> torch.Tensor:
         """See reference. There is no kernel with a limit: `stack` refuses biases, which such experts have."""
         if limit:
             raise NotImplementedError(f"moe has no Triton kernel with limit={limit}, alpha={alpha}")
         (tokens, top_k), hidden = experts.shape, x.shape[1]
+        rows, per_row = (reference.scaled_input(x, weights), 1) if scales_input else (x.contiguous(), top_k)
         of_pair = experts.flatten()
         pairs = of_pair.argsort(stable=True)
         counts = torch.zeros(gate_up.num_experts + 1, dtype=torch.int64, device=x.device)
         first_pairs = counts.index_add_(0, of_pair + 1, torch.ones_like(of_pair)).cumsum(0)
-        up = self._multiply(x.contiguous(), gate_up, pairs, first_pairs, top_k if len(x) == tokens else 1, x.dtype)
+        up = self._multiply(rows, gate_up, pairs, first_pairs, per_row, x.dtype)
         is_gated = gate_up.out_features != down.in_features
         active = (gate if is_gated else activate)(up, activation)
         parts = self._multiply(active, down, pairs, first_pairs, 1, torch.float32)
+        weights = torch.ones_like(weights) if scales_input else weights.contiguous()
         out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
         block = 512
-        _weighted_sum[(tokens, triton.cdiv(hidden, block))](parts, weights.contiguous(), out, hidden, top_k, block)
+        _weighted_sum[(tokens, triton.cdiv(hidden, block))](parts, weights, out, hidden, top_k, block)
         return out
 
     def _multiply(

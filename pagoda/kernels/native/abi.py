@@ -130,7 +130,8 @@ KVPages = struct(
 )  # fmt: skip
 RowGroup = struct(
     "RowGroup",
-    "The batch, or its tail, as one KV group sees it (AttentionMetadata). last_seen: null where all are a token's own.",
+    "The batch, or its output rows, as one KV group sees them (AttentionMetadata). last_seen: null where all are a "
+    "token's own.",
     query_start="const int32_t*", seq_lens="const int32_t*", block_table="const int32_t*",
     slot_mapping="const int64_t*", last_seen="const int32_t*", table_stride="int64_t", table_width="int64_t",
     block_size="int64_t", num_rows="int64_t", num_slots="int64_t",

@@ -24,11 +24,18 @@ _CODES = {op.name: code for code, op in enumerate(KERNEL_OPS)}
 class Value:
     """The result of a call, or an input: contiguous rows of one domain. Compared by identity.
 
-    row_shape: (), (dim,) or (heads, dim).   name: of an input, else None.
+    row_shape: (), (dim,) or (heads, dim).   name: of an input, else None.   below: what a result's indices are below.
     """
 
-    def __init__(self, row_shape: tuple[int, ...], dtype: DType, domain: Domain, name: str | None = None) -> None:
-        self.row_shape, self.dtype, self.domain, self.name = row_shape, dtype, domain, name
+    def __init__(
+        self,
+        row_shape: tuple[int, ...],
+        dtype: DType,
+        domain: Domain,
+        name: str | None = None,
+        below: int | None = None,
+    ) -> None:
+        self.row_shape, self.dtype, self.domain, self.name, self.below = row_shape, dtype, domain, name, below
 
     @property
     def row_elements(self) -> int:

@@ -33,7 +33,7 @@ from pagoda.ops.tensor import Tensor
 
 # arbitrary numbers
 _STAND_IN_ROWS = {
-    Domain.TOKENS: 3, Domain.TAIL: 2, Domain.EMBEDS: 4, Domain.LOGITS: 1, Domain.FEATURES: 7, Domain.ENCODER: 5
+    Domain.TOKENS: 3, Domain.OUTPUTS: 2, Domain.EMBEDS: 4, Domain.LOGITS: 1, Domain.FEATURES: 7, Domain.ENCODER: 5
 }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ class RecordingOps:
             token_ids=self._input("token_ids", like.token_ids, Domain.TOKENS).tensor,
             positions=self._input("positions", like.positions, Domain.TOKENS).tensor,
             metadata=metadata,
-            outputs=OutputRows(self._input("output_index", like.outputs.index, Domain.TAIL).tensor, of_outputs),
+            outputs=OutputRows(self._input("output_index", like.outputs.index, Domain.OUTPUTS).tensor, of_outputs),
             logits_index=self._input("logits_index", like.logits_index, Domain.LOGITS).tensor,
             inputs=inputs,
             num_layers=like.num_layers,
@@ -136,7 +136,8 @@ class RecordingOps:
             made: list[Value] = []
             for out in op.outputs.values():
                 row_shape, dtype = call.output(out)
-                made.append(Value(row_shape, dtype, inputs[out.rows][0].domain))
+                below = None if out.below is None else call.shapes[out.below][-1]
+                made.append(Value(row_shape, dtype, inputs[out.rows][0].domain, below=below))
             outputs = made
         return OpCall(op.name, call.record, inputs, dict(zip(op.outputs, outputs, strict=True)), arguments, call.kept)
 
@@ -152,14 +153,15 @@ class RecordingOps:
         domain = domains.pop()
         for name, declared in op.arguments.items():
             if isinstance(declared, Rows) and declared.below is not None:
-                if values[name].name is None:
-                    raise NotRecordable(f"{op.name}: {name} that is not an input of the batch")
-                table = arguments[declared.below]
+                table, indices = arguments[declared.below], values[name]
                 limit = table.value.domain if isinstance(table, View) else cast(Tensor, table).shape[0]
-                self._checks[IndexCheck(values[name], limit)] = None
+                if indices.name is not None:
+                    self._checks[IndexCheck(indices, limit)] = None
+                elif isinstance(limit, Domain) or indices.below is None or indices.below > limit:
+                    raise NotRecordable(f"{op.name}: {name} that is not an input of the batch")
             elif isinstance(declared, Group):
                 group = self._group_index(arguments[name])
-                of_group = Domain.TOKENS if group < len(self.batch.metadata) else Domain.TAIL
+                of_group = Domain.TOKENS if group < len(self.batch.metadata) else Domain.OUTPUTS
                 writes = declared.rows is Slots.WRITTEN
                 wanted = (Domain.TOKENS, Domain.ENCODER) if writes else (of_group,)
                 if domain not in wanted:
