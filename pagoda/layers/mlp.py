@@ -77,6 +77,7 @@ class ExpertsConfig:
 
     shared_size: inner size of an MLP that every token has as well, 0 for none.   shared_gate: a sigmoid multiplies it.
     bias: of the router and of all experts.   limit, alpha: of their activation, see `ForwardOps.moe`.
+    scales_input: see there.
     alternates: the checkpoint has gate and up of an expert as one matrix, row by row in turn.
     groups: None where experts are chosen by the router's logits alone.
     """
@@ -90,6 +91,7 @@ class ExpertsConfig:
     bias: bool = False
     alpha: float = 1.0
     limit: float = 0.0
+    scales_input: bool = False
     alternates: bool = False
     groups: ExpertGroups | None = None
 
@@ -102,16 +104,31 @@ class ExpertsConfig:
 
 
 class StackedExperts(Module):
-    """The experts' weights: gate and up of each in one matrix, and down."""
+    """Experts, MLPs of `size` in and out, of which each token has some. Ranks compute a share of every expert.
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
+    gate_up: gate and up of each in one matrix, or up alone if they are not `gated`.
+    """
+
+    def __init__(
+        self, size: int, config: ExpertsConfig, activation: Activation = Activation.SILU, gated: bool = True
+    ) -> None:
         inner = config.inner_size
-        gate_up = (Part("gate_proj", inner), Part("up_proj", inner))
+        parts = (Part("gate_proj", inner), Part("up_proj", inner)) if gated else (Part("up_proj", inner),)
         if config.alternates:
-            gate_up = (Part("gate_up_proj", inner, alternates=True),) * 2
-        down = (Part("down_proj", hidden_size),)
-        self.gate_up = ExpertLinear(config.num_experts, hidden_size, gate_up, Axis.OUT, config.bias)
-        self.down = ExpertLinear(config.num_experts, inner, down, Axis.IN, config.bias)
+            parts = (Part("gate_up_proj", inner, alternates=True),) * 2
+        self.gate_up = ExpertLinear(config.num_experts, size, parts, Axis.OUT, config.bias)
+        self.down = ExpertLinear(config.num_experts, inner, (Part("down_proj", size),), Axis.IN, config.bias)
+        self.how = activation, config.alpha, config.limit, config.scales_input
+        self.ranks: RankGroup | None = None
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Sum the shares of the ranks, each of which routes as all others do."""
+        self.ranks = ranks
+
+    def __call__(self, ops: ForwardOps, x: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
+        """x [T, size] -> [T, size].   chosen: experts and weights, as `ForwardOps.route` returns them."""
+        y = ops.moe(x, *chosen, self.gate_up.weight.value, self.down.weight.value, *self.how)
+        return y if self.ranks is None else ops.all_reduce(y, self.ranks)
 
 
 class MoE(Module):
@@ -134,26 +151,18 @@ class MoE(Module):
         if config.shared_gate:
             self.shared_expert_gate = Linear(hidden_size, 1, quantizable=False)
         self.config = config
-        self.ranks: RankGroup | None = None
-
-    def divide(self, ranks: RankGroup, group: int) -> None:
-        """Compute a share of every expert, which is summed over the ranks; each of them routes as all others do."""
-        self.ranks = ranks
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        y = self._routed(ops, x)
-        y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
+        y = self.experts(ops, x, self.route(ops, x))
         return y if self.shared_expert is None else ops.add(y, self._shared(ops, x, self.shared_expert))
 
-    def _routed(self, ops: ForwardOps, x: Tensor) -> Tensor:
-        config, experts = self.config, self.experts
+    def route(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ForwardOps.route`."""
+        config = self.config
         if self.choice_bias is None:
-            chosen = ops.route(self.gate(ops, x), config.top_k, config.renormalize)
-        else:
-            chosen = config.route_in_groups(ops, ops.logits(x, self.gate.weight.value), self.choice_bias.value)
-        stacks = experts.gate_up.weight.value, experts.down.weight.value
-        return ops.moe(x, *chosen, *stacks, alpha=config.alpha, limit=config.limit)
+            return ops.route(self.gate(ops, x), config.top_k, config.renormalize)
+        return config.route_in_groups(ops, ops.logits(x, self.gate.weight.value), self.choice_bias.value)
 
     def _shared(self, ops: ForwardOps, x: Tensor, expert: GatedMLP) -> Tensor:
         y = expert(ops, x)

@@ -10,7 +10,7 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import MOST_EXPERTS, DecoderConfig
 from pagoda.models.naming import MULTIMODAL
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import RankGroup, Tensor
+from pagoda.ops.tensor import Tensor
 
 
 class Gemma4Experts(Module):
@@ -22,16 +22,10 @@ class Gemma4Experts(Module):
         self.proj = Linear(size, experts.num_experts, quantizable=False)
         self.per_expert_scale = Parameter[Tensor](Vector(experts.num_experts, is_float32=True))
         self.pre_feedforward_layernorm_2 = config.norm()
-        self.experts = StackedExperts(size, experts)
+        self.experts = StackedExperts(size, experts, config.activation)
         self.post_feedforward_layernorm_1 = config.norm()
         self.post_feedforward_layernorm_2 = config.norm()
-        self.config, self.activation = experts, config.activation
-        self.norm_eps, self.logit_scale = config.norm_eps, size**-0.5
-        self.ranks: RankGroup | None = None
-
-    def divide(self, ranks: RankGroup, group: int) -> None:
-        """See MoE."""
-        self.ranks = ranks
+        self.config, self.norm_eps, self.logit_scale = experts, config.norm_eps, size**-0.5
 
     def __call__(self, ops: ForwardOps, mlp: Tensor, stream: Tensor) -> Tensor:
         """mlp, stream [T, hidden] -> the same shape."""
@@ -39,9 +33,7 @@ class Gemma4Experts(Module):
         routed = ops.rms_norm(stream, self.scale.value, self.norm_eps)
         logits = ops.scale(ops.logits(routed, self.proj.weight.value), self.logit_scale)
         chosen = ops.route(logits, config.top_k, config.renormalize, factors=self.per_expert_scale.value)
-        stacks = self.experts.gate_up.weight.value, self.experts.down.weight.value
-        y = ops.moe(self.pre_feedforward_layernorm_2(ops, stream), *chosen, *stacks, self.activation)
-        y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
+        y = self.experts(ops, self.pre_feedforward_layernorm_2(ops, stream), chosen)
         return ops.add(self.post_feedforward_layernorm_1(ops, mlp), self.post_feedforward_layernorm_2(ops, y))
 
 

@@ -64,10 +64,8 @@ class Llama4Attention(DecoderAttention):
 class InputScaledMoE(MoE):
     """Each expert reads x times the sigmoid of its logit."""
 
-    def _routed(self, ops: ForwardOps, x: Tensor) -> Tensor:
-        logits, experts = ops.logits(x, self.gate.weight.value), self.experts
-        chosen = ops.route(logits, self.config.top_k, renormalize=False, sigmoid=True)
-        return ops.moe(x, *chosen, experts.gate_up.weight.value, experts.down.weight.value, scales_input=True)
+    def route(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.route(ops.logits(x, self.gate.weight.value), self.config.top_k, renormalize=False, sigmoid=True)
 
 
 class Llama4Layer(LlamaLayer):
@@ -102,7 +100,8 @@ def read(config: ConfigReader) -> Llama4Config:
     layers = range(text.num_layers())
     rotates = read_rotates(text)
     inner_size = text.integer("intermediate_size")
-    experts = replace(read_experts(text, "intermediate_size", renormalize=False), shared_size=inner_size)
+    experts = read_experts(text, "intermediate_size", renormalize=False)
+    experts = replace(experts, shared_size=inner_size, scales_input=True)
     wide = text.changed({"intermediate_size": text.integer("intermediate_size_mlp")})
     decoder = read_decoder(wide, "llama4", _windows(text, rotates), 500_000.0, interleaved=True)
     step = text.integer("interleave_moe_layer_step", 1)

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from pagoda.layers.linear import ExpertLinear, Linear
+from pagoda.layers.linear import Linear
 from pagoda.layers.mamba2 import Mamba2, Mamba2Shape
-from pagoda.layers.mlp import ExpertGroups, ExpertsConfig, PlainMLP
+from pagoda.layers.mlp import ExpertGroups, ExpertsConfig, PlainMLP, StackedExperts
 from pagoda.layers.module import Module
-from pagoda.layers.parameter import Axis, Parameter, Part, Vector
+from pagoda.layers.parameter import Parameter, Vector
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
@@ -19,7 +19,7 @@ from pagoda.models.mamba2 import Mamba2Config, gguf_mixer_names, gguf_shape, mix
 from pagoda.models.naming import Naming, gguf_naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import RankGroup, Tensor
+from pagoda.ops.tensor import Tensor
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _KINDS = {kind: kind for kind in (_MAMBA, _ATTENTION, _MLP, _EXPERTS)} | {"mamba": _MAMBA, "attention": _ATTENTION}
@@ -43,15 +43,6 @@ class NemotronHConfig(Mamba2Config):
     latent_size: int
 
 
-class UngatedExperts(Module):
-    """The experts' weights, up and down of each."""
-
-    def __init__(self, size: int, config: ExpertsConfig) -> None:
-        up, down = (Part("up_proj", config.inner_size),), (Part("down_proj", size),)
-        self.up = ExpertLinear(config.num_experts, size, up, Axis.OUT)
-        self.down = ExpertLinear(config.num_experts, config.inner_size, down, Axis.IN)
-
-
 class NemotronMoE(Module):
     """Experts without gates that compute in a smaller space, where set, and an MLP that every token has as well."""
 
@@ -63,24 +54,16 @@ class NemotronMoE(Module):
         self.fc2_latent_proj: Linear | None = None
         if config.latent_size:
             self.fc1_latent_proj = Linear(hidden_size, config.latent_size, config.mlp_bias)
-        self.experts = UngatedExperts(config.latent_size or hidden_size, experts)
+        self.experts = StackedExperts(config.latent_size or hidden_size, experts, config.activation, gated=False)
         if config.latent_size:
             self.fc2_latent_proj = Linear(config.latent_size, hidden_size, config.mlp_bias)
         self.shared_experts = PlainMLP(hidden_size, experts.shared_size, config.activation, config.mlp_bias)
-        self.config, self.activation = experts, config.activation
-        self.ranks: RankGroup | None = None
-
-    def divide(self, ranks: RankGroup, group: int) -> None:
-        """See MoE."""
-        self.ranks = ranks
+        self.config = experts
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        logits, experts = ops.logits(x, self.gate.weight.value), self.experts
-        chosen = self.config.route_in_groups(ops, logits, self.choice_bias.value)
-        reads = x if self.fc1_latent_proj is None else self.fc1_latent_proj(ops, x)
-        y = ops.moe(reads, *chosen, experts.up.weight.value, experts.down.weight.value, self.activation)
-        y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
+        chosen = self.config.route_in_groups(ops, ops.logits(x, self.gate.weight.value), self.choice_bias.value)
+        y = self.experts(ops, x if self.fc1_latent_proj is None else self.fc1_latent_proj(ops, x), chosen)
         y = y if self.fc2_latent_proj is None else self.fc2_latent_proj(ops, y)
         return ops.add(y, self.shared_experts(ops, x))
 
