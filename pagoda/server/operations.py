@@ -281,7 +281,8 @@ async def restart_engines(http: Request) -> Response:
         raise ApiError(400, "model: this server has several; name the one that model_path is for", "model")
     try:
         if source is not None:
-            await models[0].check_weights(source)
+            for model in models:
+                await model.check_weights(source)
         for engine in engines:
             await engine.restart(source)
     except ConfigError as error:
