@@ -203,10 +203,8 @@ class ServerConfig:
     tool_call_parser: Annotated[
         str,
         Setting(
-            "Tool calls: auto (by template), none, hermes, llama_json, pythonic, mistral, granite, deepseek_v3, "
-            "deepseek_v31, deepseek_v32, deepseek_v4, mistral3, kimi, qwen3_coder, seed, minimax, minimax_m1, "
-            "minimax_m3, apertus, cohere, gemma4, lfm2, olmo3, nemotron, "
-            "hunyuan, glm, harmony."
+            "Tool calls: auto (by template), none, or a format: hermes, pythonic, harmony, ... "
+            "The answer to an unknown name has them all."
         ),
     ] = "auto"
     strict_fields: Annotated[
