@@ -468,7 +468,8 @@ def test_a_process_that_never_comes_to_serve_ends_the_server(
     monkeypatch.setattr(api_group, "_LOOK_S", 0.0)
     monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.01)
     config = EngineConfig.from_options(port=0, api_server_count=2, server_timeouts={"step_timeout_s": 0.05})
-    engine: Any = SimpleNamespace(died=None, on_step=None, is_up=is_up, is_stuck=False, num_deaths=0, stats=EngineStats)
+    running = {"died": None, "on_step": None, "is_up": is_up, "is_stuck": False, "num_deaths": 0, "source": None}
+    engine: Any = SimpleNamespace(**running, stats=EngineStats)
 
     async def main() -> None:
         place = RendezvousDir()

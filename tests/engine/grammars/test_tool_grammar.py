@@ -390,7 +390,7 @@ def test_formats_are_found_in_templates() -> None:
         calls.replace("tool['type'] + ", ""): "deepseek_v31",
         "of [func_name1(params_name1=params_value1, ...), func_name2(params)]": "pythonic",
         '{"name": function name, "parameters": dictionary}': "llama_json",
-        r"following the format below:\n<tool_calls>\n{\"name\": <tool-name>, ...}": "minimax_m1",
+        r'following the format below:\n<tool_calls>\n{"name": <tool-name>, ...}': "minimax_m1",
         "{%- set ns_token = ']<]minimax[>[' -%}{{ ns_token ~ '<tool_call>' }}": "minimax_m3",
         "{%- set dsml_token = '｜DSML｜' -%}{{ '<' + dsml_token + 'function_calls>' }}": "deepseek_v32",
         "{%- set dsml_token = '｜DSML｜' -%}{{ '<' + dsml_token + 'tool_calls>' }}": "deepseek_v4",
