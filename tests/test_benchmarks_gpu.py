@@ -127,7 +127,8 @@ def test_every_file_with_tests_of_numbers_is_a_part() -> None:
             found.add(path.relative_to(tests).with_suffix("").as_posix())
     assert set(FILES) - found == {"engine/test_beams_with_grammars"}  # by a fixture of another file
     others = {"test_benchmarks_gpu", "test_conftest", "kernels/test_carried_ops", "models/test_captured_models"}
-    others |= {"kernels/test_short_conv", "kernels/test_scan"}  # states are for CPUs alone
+    others |= {"kernels/test_short_conv", "kernels/test_scan", "engine/test_drafts_with_states"}  # states are for CPUs
+    others |= {"models/test_llama_cpp"}  # beside its CPU kernels
     others |= {"loading/test_packed_cache"}  # weights as the kernels of CPUs have them
     others |= {"models/test_ranks"}  # which reads the names of models there
     downloaded = {f"parity/test_{name}" for name in ("beam_search", "lora", "perplexity", "smollm2")}
