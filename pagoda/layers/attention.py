@@ -145,13 +145,13 @@ class Attention(Module):
         if self.kv is None:
             attended = self._attend_to_text(ops, q, k, v, batch)
             if last:
-                attended, residual = batch.outputs.of(ops, attended, residual)
+                attended, residual = batch.outputs.of(ops.select_rows, attended, residual)
         else:
             cache, metadata = kv[self.place.index], batch.metadata[self.place.group]
             q = self.write(ops, q, k, v, batch, cache)
             if last:
                 metadata = batch.outputs.metadata[self.place.group]
-                q, residual = batch.outputs.of(ops, q, residual)
+                q, residual = batch.outputs.of(ops.select_rows, q, residual)
             attended = self.attend(ops, q, cache, metadata)
         return attended if self.o_proj is None else self.o_proj(ops, attended), residual
 
@@ -239,7 +239,7 @@ class SharedKVAttention(Module):
         metadata = batch.metadata[place.group]
         if last:
             metadata = batch.outputs.metadata[place.group]
-            q, residual = batch.outputs.of(ops, q, residual)
+            q, residual = batch.outputs.of(ops.select_rows, q, residual)
         return self.o_proj(ops, ops.attention(q, kv[place.index], metadata, self.scale, self.window)), residual
 
 

@@ -119,7 +119,7 @@ class LatentAttention(Module):
         turned = ops.rotary_write_kv(turned, k, latent, batch.positions, cos, sin, cache, metadata)
         if last:
             metadata = batch.outputs.metadata[self.place.group]
-            q, turned, residual = batch.outputs.of(ops, q, turned, residual)
+            q, turned, residual = batch.outputs.of(ops.select_rows, q, turned, residual)
         q = self.q_up(ops, ops.select_heads(q, 0, num_heads, heads.plain))
         q = ops.select_heads(q, 0, num_heads, heads.latent)
         attended = ops.latent_attention(q, turned, cache, metadata, self.scale)

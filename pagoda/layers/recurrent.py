@@ -54,7 +54,7 @@ class RecurrentLayer(Module):
         """See Attention."""
         y = self.mix(ops, x, kv[self.place.index], batch.metadata[self.place.group])
         if last:
-            y, residual = batch.outputs.of(ops, y, residual)
+            y, residual = batch.outputs.of(ops.select_rows, y, residual)
         return self.out_proj(ops, y), residual
 
     def mix(self, ops: ForwardOps, x: Tensor, states: KVLayer, metadata: AttentionMetadata) -> Tensor:

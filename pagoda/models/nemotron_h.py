@@ -100,7 +100,7 @@ class NemotronHLayer(LlamaLayer):
         if isinstance(self.mixer, Mamba2 | DecoderAttention):
             return self.mixer(ops, x, residual, batch, kv, last)
         if last:
-            x, residual = batch.outputs.of(ops, x, residual)
+            x, residual = batch.outputs.of(ops.select_rows, x, residual)
         return self.mixer(ops, x), residual
 
 

@@ -74,7 +74,7 @@ class GatedAttention(DecoderAttention):
         q = self.write(ops, self.q_norm(ops, q), self.k_norm(ops, k), v, batch, cache)
         if last:
             metadata = batch.outputs.metadata[self.place.group]
-            q, gate, residual = batch.outputs.of(ops, q, gate, residual)
+            q, gate, residual = batch.outputs.of(ops.select_rows, q, gate, residual)
         attended = self.attend(ops, q, cache, metadata)
         return self.o_proj(ops, ops.multiply(attended, ops.activate(gate, Activation.SIGMOID))), residual
 

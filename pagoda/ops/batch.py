@@ -1,14 +1,11 @@
 """One step's input to a model: token rows, attention metadata per KV group, and the paged cache of a layer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic
+from typing import Generic
 
 from pagoda.ops.declare import Domain
 from pagoda.ops.tensor import Tensor, TensorT
-
-if TYPE_CHECKING:
-    from pagoda.ops.forward import ForwardOps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +66,9 @@ class OutputRows(Generic[TensorT]):
     index: TensorT
     metadata: tuple[AttentionMetadata[TensorT], ...]
 
-    def of(self, ops: "ForwardOps", *values: Tensor) -> tuple[Tensor, ...]:
-        """Return these rows of each of `values`, which have a row per token of the batch."""
-        return tuple(ops.select_rows(value, self.index) for value in values)
+    def of(self, select_rows: Callable[[Tensor, Tensor], Tensor], *values: Tensor) -> tuple[Tensor, ...]:
+        """Return these rows of each of `values`: [num_tokens, ...] -> [num_outputs, ...].   select_rows: the op."""
+        return tuple(select_rows(value, self.index) for value in values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -285,6 +285,7 @@ class DraftedStates:
 
     @classmethod
     def of(cls, table: TableMirror, output: SchedulerOutput, rows: BatchRows) -> "DraftedStates":
+        """Return those of a step.   rows: its batch, in which the drafts of a row follow its known tokens."""
         drafted = num_drafts(output)
         at = drafted.nonzero()[0]
         known = rows.seq_lens - drafted
