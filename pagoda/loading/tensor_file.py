@@ -1,20 +1,22 @@
 """read_tensor: read one tensor from an untrusted safetensors file, or an untrusted file that torch.save wrote.
 
-Nothing of such a file is executed, and no library parses it: of the pickle in a torch file, only the opcodes that
-describe a tensor are understood. Memory and time grow with the number of bytes alone, whatever the file claims.
+Nothing of such a file is executed: of the pickle in a torch file, only the opcodes and names that describe a tensor are
+taken, and what they stand for is here (see "Restricting Globals" in Python's pickle). Memory and time grow with the
+number of bytes alone, whatever the file claims. No torch: the processes that read these files do not import it.
 """
 
 import io
-import json
+import pickle
 import pickletools
 import struct
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
+from safetensors import SafetensorError, deserialize
 
 from pagoda.base.abbreviate import abbreviate
 
@@ -39,19 +41,19 @@ def read_tensor(data: bytes, name: str | None = None) -> np.ndarray:
     """
     try:
         return _read_torch(data) if data[:4] == _ZIP_MAGIC else _read_safetensors(data, name)
-    except ValueError:  # of numpy, for sizes beyond what an array may have
+    except (ValueError, OverflowError):  # of numpy, for sizes beyond what an array may have
         raise TensorFileError("a shape that no tensor has") from None
 
 
-def _array(data: "bytes | memoryview", dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+def _array(data: "bytes | bytearray | memoryview", dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if dtype == "bfloat16":
         return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32).reshape(shape)
     return np.frombuffer(data, "<f4" if dtype == "float32" else "<f2").reshape(shape)
 
 
-def _is_shape(value: object) -> TypeGuard[Sequence[int]]:
+def _is_shape(value: object) -> TypeGuard[tuple[int, ...]]:
     return (
-        isinstance(value, list | tuple)
+        isinstance(value, tuple)
         and len(value) <= _MAX_DIMS
         and all(type(size) is int and 0 <= size < 2**48 for size in value)
     )
@@ -62,48 +64,26 @@ def _is_shape(value: object) -> TypeGuard[Sequence[int]]:
 
 def _read_safetensors(data: bytes, wanted: str | None) -> np.ndarray:
     header_bytes = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or header_bytes > len(data) - 8:
-        raise TensorFileError("neither a safetensors file nor what torch.save writes")
-    if header_bytes > _MAX_HEADER_BYTES:
+    if _MAX_HEADER_BYTES < header_bytes <= len(data):
         raise TensorFileError(f"a safetensors header of {header_bytes} bytes; one tensor needs less")
     try:
-        header = json.loads(data[8 : 8 + header_bytes])
-    except (ValueError, RecursionError):
-        raise TensorFileError("neither a safetensors file nor what torch.save writes") from None
-    if not isinstance(header, dict):
-        raise TensorFileError("a safetensors header that is not an object")
-    names = [name for name in header if name != "__metadata__"]
-    if len(names) != 1:
-        raise TensorFileError(f"{len(names)} tensors in a safetensors file; expected one")
-    if wanted is not None and names[0] != wanted:
-        raise TensorFileError(f"its tensor is {abbreviate(names[0])}; expected {wanted!r}")
-    return _safetensors_array(header[names[0]], memoryview(data)[8 + header_bytes :])
-
-
-def _safetensors_array(entry: object, data: memoryview) -> np.ndarray:
-    if not isinstance(entry, dict):
-        raise TensorFileError("a safetensors header without dtype, shape and data_offsets")
-    dtype, shape, offsets = (
-        _SAFETENSORS_DTYPES.get(str(entry.get("dtype"))),
-        entry.get("shape"),
-        entry.get("data_offsets"),
-    )
+        tensors = deserialize(data)
+    except SafetensorError as error:
+        raise TensorFileError(
+            f"neither what torch.save writes nor a safetensors file that is whole: {abbreviate(str(error))}"
+        ) from None
+    if len(tensors) != 1:
+        raise TensorFileError(f"{len(tensors)} tensors in a safetensors file; expected one")
+    [(name, tensor)] = tensors
+    if wanted is not None and name != wanted:
+        raise TensorFileError(f"its tensor is {abbreviate(name)}; expected {wanted!r}")
+    dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"])
     if dtype is None:
         raise TensorFileError(f"elements of another type; {_EXPECTED}")
-    if not _is_shape(shape) or not _is_shape(offsets) or len(offsets) != 2:
-        raise TensorFileError("a safetensors header without dtype, shape and data_offsets")
-    begin, end = offsets
-    if not begin <= end <= len(data) or end - begin != prod(shape) * _ITEM_BYTES[dtype]:
-        raise TensorFileError("the safetensors file is truncated: its tensor is not in it")
-    return _array(data[begin:end], dtype, tuple(shape))
+    return _array(tensor["data"], dtype, tuple(tensor["shape"]))
 
 
 # ---- torch.save
-
-
-@dataclass(frozen=True, slots=True)
-class _Global:
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,88 +145,65 @@ def _strided(raw: bytes, tensor: _Tensor) -> np.ndarray:
     return _array(memoryview(raw)[begin : begin + count * item_bytes], dtype, shape)
 
 
+_OPCODES = frozenset(
+    (
+        *("PROTO", "GLOBAL", "MARK", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "NEWTRUE", "NEWFALSE"),
+        *("NONE", "BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "BINPUT", "BINGET", "BINPERSID", "REDUCE"),
+        "STOP",
+    )
+)
+"""With which torch.save writes a tensor. None changes an object, or takes more memory than it has bytes."""
+
+# What pickle raises for a pickle that is cut or changed, and for calls with other arguments.
+_BROKEN_PICKLE = (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError)
+
+
 def _unpickled(data: bytes) -> _Tensor:
     """Return what a pickle of one tensor describes."""
     try:
-        found = _run(data)
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError):
+        for opcode, _, _ in pickletools.genops(data):
+            if opcode.name not in _OPCODES:
+                raise TensorFileError(f"its pickle has {opcode.name}, which no tensor needs; {_EXPECTED}")
+        found = _TensorUnpickler(io.BytesIO(data)).load()
+    except _BROKEN_PICKLE:
         raise TensorFileError(f"not a pickle of a tensor; {_EXPECTED}, saved by torch.save") from None
     if not isinstance(found, _Tensor):
         raise TensorFileError(f"not a tensor; {_EXPECTED}, saved by torch.save")
     return found
 
 
-_CONSTANTS: Mapping[str, Any] = {"EMPTY_TUPLE": (), "NEWTRUE": True, "NEWFALSE": False, "NONE": None}
-_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+class _TensorUnpickler(pickle.Unpickler):
+    """Makes a `_Tensor`. The names in a pickle stand for what is here: nothing is imported, and nothing else called."""
+
+    def find_class(self, module: str, name: str, /) -> object:
+        match module, name:
+            case "torch._utils", "_rebuild_tensor_v2":
+                return _tensor
+            case "torch._utils", "_rebuild_parameter":
+                return lambda tensor, *_: tensor
+            case "collections", "OrderedDict":  # of hooks
+                return lambda: None
+            case "torch", _ if name.endswith("Storage"):
+                if (dtype := _STORAGES.get(name)) is None:
+                    raise TensorFileError(f"elements of another type; {_EXPECTED}")
+                return dtype
+            case _:
+                remedy = "; a sparse tensor must be made dense (to_dense)" if "sparse" in name else ""
+                raise TensorFileError(f"its pickle calls {abbreviate(f'{module}.{name}', 80)}; {_EXPECTED}{remedy}")
+
+    def persistent_load(self, pid: object, /) -> _Storage:
+        match pid:  # "storage", type, key, device, elements
+            case ("storage", str(dtype), str(key), str(), int()) if dtype in _ITEM_BYTES:
+                return _Storage(dtype, key)
+            case _:
+                raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
 
 
-def _run(data: bytes) -> object:
-    """Return the object of a pickle, of the few opcodes with which torch.save writes a tensor. Calls nothing."""
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[Any, Any] = {}
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _VALUES:
-            stack.append(argument)
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif name == "GLOBAL":
-            stack.append(_Global(str(argument)))
-        elif name in _TUPLES:
-            begin = len(stack) - _TUPLES[name]
-            if begin < 0:
-                raise IndexError(begin)
-            stack[begin:] = [tuple(stack[begin:])]
-        elif name == "TUPLE":
-            begin = marks.pop()
-            stack[begin:] = [tuple(stack[begin:])]
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name == "BINPERSID":
-            stack.append(_storage(stack.pop()))
-        elif name == "REDUCE":
-            arguments = stack.pop()
-            stack.append(_result(stack.pop(), arguments))
-        elif name == "STOP":
-            return stack.pop()
-        elif name != "PROTO":
-            raise TensorFileError(f"its pickle has {name}, which no tensor needs; {_EXPECTED}")
-    raise ValueError("no end")
-
-
-def _storage(described: object) -> _Storage:
-    """described: ("storage", type, key, device, elements)."""
-    match described:
-        case ("storage", _Global(name=kind), str(key), str(), int()):
-            dtype = _STORAGES.get(kind.removeprefix("torch "))
-            if dtype is None:
-                raise TensorFileError(f"elements of another type; {_EXPECTED}")
-            return _Storage(dtype, key)
-        case _:
-            raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
-
-
-def _result(function: object, arguments: object) -> _Tensor | None:
-    """Return what one of the known functions would; None for a tensor's hooks."""
-    match function, arguments:
-        case _Global(name="collections OrderedDict"), ():
-            return None
-        case (
-            _Global(name="torch._utils _rebuild_tensor_v2"),
-            (_Storage() as storage, int(offset), tuple(shape), tuple(strides), bool(), *_),
-        ) if _is_shape(shape) and _is_shape(strides) and len(shape) == len(strides) and 0 <= offset < 2**48:
-            return _Tensor(storage, offset, tuple(shape), tuple(strides))
-        case _Global(name="torch._utils _rebuild_parameter"), (_Tensor() as tensor, bool(), *_):
-            return tensor
-        case _Global(name=called), _:
-            is_sparse = "sparse" in called or "layout" in called
-            remedy = "; a sparse tensor must be made dense (to_dense)" if is_sparse else ""
-            raise TensorFileError(f"its pickle calls {called[:80]!r}; {_EXPECTED}{remedy}")
+def _tensor(*arguments: object) -> _Tensor:
+    match arguments:
+        case (_Storage() as storage, int(offset), tuple(shape), tuple(strides), *_) if (
+            _is_shape(shape) and _is_shape(strides) and len(shape) == len(strides) and 0 <= offset < 2**48
+        ):
+            return _Tensor(storage, offset, shape, strides)
         case _:
             raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
