@@ -70,7 +70,7 @@ def _read_safetensors(data: bytes, wanted: str | None) -> np.ndarray:
         tensors = deserialize(data)
     except SafetensorError as error:
         raise TensorFileError(
-            f"neither what torch.save writes nor a safetensors file that is whole: {abbreviate(str(error))}"
+            f"neither a safetensors file nor what torch.save writes, or not a whole one: {abbreviate(str(error))}"
         ) from None
     if len(tensors) != 1:
         raise TensorFileError(f"{len(tensors)} tensors in a safetensors file; expected one")
