@@ -307,7 +307,7 @@ def test_a_long_beginning_that_rows_share(llama: Path, mode: str, monkeypatch: p
 def check_family(name: str, num_groups: int, watched: list[Watched], seeds: range, folder: Path) -> Counter[str]:
     """Play schedules of a tiny model of tests/models/tiny.py, in bf16; return what happened in them."""
     shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
-    if name == "gemma4-shared":
+    if name.startswith("gemma4"):
         shape["vocab_size_per_layer_input"] = VOCAB
     model, options = save(make_model(name, **shape), folder), {"dtype": "bfloat16"}
     expected = reference(model, watched, {**options, "num_blocks": 100 * num_groups})
@@ -329,9 +329,11 @@ def test_other_ways_to_attend(name: str, num_groups: int, tmp_path: Path, on_the
 
 OTHER_FAMILIES = {
     "gpt-oss": 3, "gemma2": 3, "cohere": 1, "gpt-neox": 1, "gpt2": 1, "qwen2-moe": 1, "falcon-h1": 1, "nemotron-h": 1,
+    "llama4": 4, "gemma4-moe": 2,
 }  # fmt: skip
 """Model -> its KV groups, without that of states: sinks; soft caps; parallel blocks that turn pairs of neighbours, and
-a part of each head; learned positions; shared experts; attention and states in each layer; layers of one part each."""
+a part of each head; learned positions; shared experts; attention and states in each layer; layers of one part each;
+chunks of the text and queries that grow; experts next to an MLP."""
 
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)

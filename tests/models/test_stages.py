@@ -118,6 +118,7 @@ def on_ranks(files: ModelFiles, kernels: str, size: int, stages: int, steps: lis
         "olmo2",
         "granite",
         "gemma4",
+        "llama4",
         "lfm2",
         "mamba2",
         "falcon-h1",
