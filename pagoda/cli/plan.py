@@ -265,7 +265,7 @@ def _print(made: Plan) -> None:
         if made.kv_bytes_per_token:
             rows.append(("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}"))
         if made.state_bytes:
-            held = f"two per running request, and one per {human_count(made.state_tokens)} cached tokens"
+            held = f"up to three per running sequence, and one per {human_count(made.state_tokens)} cached tokens"
             rows.append(("state", f"{human_bytes(made.state_bytes)}: {held}"))
             if made.num_states:
                 size = human_bytes(made.num_states * made.state_bytes)

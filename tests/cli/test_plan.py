@@ -155,7 +155,7 @@ def test_states_are_shown_next_to_the_kv_of_attention(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["plan", str(tmp_path), "--dtype", "float32", *FLAGS[:-1]])
     said = capsys.readouterr().out
-    assert "2.2 KiB: two per running request, and one per 16 cached tokens\n" in said
+    assert "2.2 KiB: up to three per running sequence, and one per 16 cached tokens\n" in said
     assert f"{made['num_states']:,} fit (" in said
 
 

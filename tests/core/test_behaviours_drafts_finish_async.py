@@ -1,10 +1,12 @@
 """Drafts, adapters, finish and abort, steps in flight, outputs, with small numbers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from pagoda.base.config import PreemptionMode
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape
 from pagoda.core.request import AdmitKind, LoraRef, RequestStatus
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from tests.core.rig import FILL, PlannedStep, Rig
@@ -150,6 +152,19 @@ def test_drafts_without_room_for_a_state_are_dropped(groups: tuple[KVGroupSpec, 
     rig.offer({"a": [51, 52, 53], "b": [51, 52, 53]})
     step = rig.step()
     assert (step.scheduled, step.preempted, rig.scheduler._state.drafts.offered) == ({"a": 1, "b": 1}, (), {})
+
+
+def test_as_many_sequences_as_run_at_once_have_states_for_drafts() -> None:
+    """Of states so large that few snapshots could make room, and attention so large that it does not bound them."""
+    groups = (KVGroupSpec(shape=KVShape(1, 1 << 16)), replace(STATES, shape=KVShape(1, 1 << 17)))
+    rig = Rig(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256, groups=groups)
+    for name in (names := [str(number) for number in range(32)]):
+        rig.add(name, 6, max_tokens=30)
+    rig.step()
+    for number in range(6):
+        rig.offer({name: [51, 52, 53] for name in names})
+        step = rig.step({name: [[99], [51, 52, 53, 54]][(number + len(name)) % 2] for name in names})
+        assert {step.owners[row]: len(drafts) for row, drafts in step.output.drafts.items()} == dict.fromkeys(names, 3)
 
 
 def test_draft_stats() -> None:

@@ -153,8 +153,8 @@ def test_large_states_are_kept_every_512_tokens() -> None:
 
 
 def test_memory_is_divided_between_attention_and_states() -> None:
-    """Two states for each row and those of the longest chunk, then one for every 512 tokens of attention; but no more
-    bytes than attention has, unless one sequence needs them."""
+    """Three states for each sequence and those of the longest chunk, then one for every 512 tokens of attention; but no
+    more bytes than attention has, unless one sequence needs them."""
     groups, cache = granite_4_tiny(), CacheConfig(kv_cache_memory=16 * GIB)
     few = SchedulerOptions(max_num_batched_tokens=2048, max_num_seqs=4)
     of_block, of_state = bytes_of_blocks(groups, "bfloat16", 16)
@@ -170,7 +170,7 @@ def test_memory_is_divided_between_attention_and_states() -> None:
         KVGroupSpec(layers=tuple(range(6)), shape=KVShape(8, 64, 64)),
         KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, tuple(range(6, 16)), KVShape(2, 2048, 0)),
     )
-    assert KVSizing.of(lfm2, 16, 8192, few).pool_sizes(1000) == (1000, 2 * 4 + 1000 + 2064 // 16 + 1)
+    assert KVSizing.of(lfm2, 16, 8192, few).pool_sizes(1000) == (1000, 3 * 4 + 1000 + 2064 // 16 + 1)
 
 
 def test_a_model_of_states_alone_has_as_long_requests_as_it_may() -> None:

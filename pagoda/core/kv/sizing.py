@@ -30,6 +30,14 @@ _TOKENS_PER_SNAPSHOT = 512
 _ELEMENTS_PER_TOKEN = 256
 """A smaller state is kept more often: as long as that takes no more than so many elements per token and layer."""
 
+_STATES_PER_SEQUENCE = 3
+"""States that a sequence holds while it decodes: the last full block, the one that it writes, and the next one, which
+is that of its drafts, or in which it goes on while the step that fills the second is in flight.
+
+Where right drafts that are computed again end in the next block, those after them need a fourth for a step; without
+room for it, that step has no drafts.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -199,7 +207,7 @@ class KVSizing:
     block_size: int
     num_pools: int
     max_model_len: int
-    max_rows: int
+    max_num_seqs: int
 
     @classmethod
     def of(
@@ -214,7 +222,7 @@ class KVSizing:
             pool = next(number for number, of_pool in enumerate(pools) if spec in of_pool)
             stride = of_states if spec.has_states else 1
             groups.append(KVGroup(index, spec, pool, block_size, in_flight, num_chunks, stride))
-        return cls(tuple(groups), block_size, len(pools), max_model_len, scheduler.max_rows)
+        return cls(tuple(groups), block_size, len(pools), max_model_len, scheduler.max_num_seqs)
 
     @property
     def has_states(self) -> bool:
@@ -235,15 +243,16 @@ class KVSizing:
     def pool_sizes(self, num_blocks: int) -> BlockCounts:
         """Return the blocks of each pool, if the first has `num_blocks`.
 
-        Of states, all rows find two at least, and the attention's blocks find a snapshot for every `snapshot_tokens`;
-        but they take no more memory than those blocks, unless a single sequence needs it.
+        Of states, all sequences that decode find theirs, those with drafts too, and the attention's blocks find a
+        snapshot for every `snapshot_tokens`; but they take no more memory than those blocks, unless a single sequence
+        needs it.
         """
         if self.num_pools == 1 or not num_blocks:
             return (num_blocks,) * self.num_pools
         states = [group for group in self.groups if group.pool == 1]
         held = sum(group.most_held(self.max_model_len) for group in states)
         num_snapshots = num_blocks // states[0].stride
-        wanted = (2 * self.max_rows + num_snapshots) * len(states) + held
+        wanted = (_STATES_PER_SEQUENCE * self.max_num_seqs + num_snapshots) * len(states) + held
         affordable = num_blocks * self._elements(0) // self._elements(1)
         return num_blocks, min(wanted, max(affordable, held))
 
