@@ -1,6 +1,6 @@
 """KV beyond the pool: blocks in files, found by their hashes, which outlive the pool and the server.
 
-file_tier.py     FileTier: core's KVTier, with a thread that reads and one that writes
+file_tier.py     FileTier: core's KVTier, with two threads per folder: one reads, one writes
 records.py       Records: the files in a folder: checked when they are read, bounded in size, shared by several engines
 host_folder.py   the folder of files in memory, which is removed when no engine uses it
 

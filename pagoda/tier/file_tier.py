@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,14 +23,15 @@ _FIRST_SCAN_S = 10.0
 """The engine waits so long for the first scan; what is found later can be loaded from then on."""
 _CLOSE_S = 2.0
 _NICENESS = 19
-"""Of the thread that writes: it takes the time that nothing else wants."""
+"""Of the threads that write: they take the time that nothing else wants."""
 
 
 class FileTier:
     """See KVTier. A block is written to all folders, and read from the first that has it.
 
-    One thread reads, since requests wait for it. Another one writes: it copies a block, makes sure that the pool still
-    held it when it was copied, and writes the copy. The scheduler waits for neither.
+    Each folder has two threads, so that memory does not wait for a disk. One reads, since requests wait for it. The
+    other one copies a block, makes sure that the pool still held it when it was copied, and writes the copy. The
+    scheduler waits for none of them.
 
     Make it before compute threads are pinned, since its threads may use the CPUs that the calling one may use; then
     `attach` it to the pool.
@@ -41,23 +42,23 @@ class FileTier:
         self._levels, self._end = levels, end
         self._memory: Sequence[np.ndarray] = ()
         self._ends: list[int] = []
-        self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._writes: deque[Callable[[], None]] = deque()
-        self._has_writes = threading.Event()
-        self._num_begun = self._num_ended = 0  # loads: written by the scheduler's thread and by the one that reads
+        self._loads = [queue.SimpleQueue[Load | None]() for _ in levels]
+        self._writers = [_Writer(level) for level in levels]
+        self._num_begun = 0  # loads; written by the scheduler's thread
+        self._num_ended = [0 for _ in levels]  # each written by the thread that reads
         self._has_ended = threading.Event()
-        self._has_scanned = threading.Event()
-        self._is_closed = self._is_writing = False
-        for run, name in ((self._read_all, "pagoda-tier-read"), (self._write_all, "pagoda-tier-write")):
-            threading.Thread(target=run, name=name, daemon=True).start()
+        self._is_closed = False
+        for number in range(len(levels)):
+            threading.Thread(target=self._read_all, args=[number], name="pagoda-tier-read", daemon=True).start()
 
     def attach(self, memory: Sequence[np.ndarray]) -> None:
         """Keep the blocks of a pool, whose memory is uint8 [num_blocks, bytes per block] for each of its planes."""
         self._ends = np.cumsum([plane.shape[1] for plane in memory]).tolist()
-        # A block that was filled long ago has most likely been filled again since.
-        self._writes = deque(maxlen=2 * len(memory[0]))
+        for writer in self._writers:  # a block that was filled long ago has most likely been filled again since
+            writer.waiting = deque(maxlen=2 * len(memory[0]))
         self._memory = memory
-        if not self._has_scanned.wait(_FIRST_SCAN_S):
+        end_s = time.monotonic() + _FIRST_SCAN_S
+        if not all(writer.has_scanned.wait(max(0.0, end_s - time.monotonic())) for writer in self._writers):
             logger.warning("kv_tier: the folder is not read yet; requests find what has been read so far")
 
     # What the scheduler calls
@@ -70,16 +71,16 @@ class FileTier:
 
     def load(self, load: Load) -> None:
         self._num_begun += 1
-        self._loads.put(load)
+        self._loads[max(map(self._first_with, load.hashes), default=0)].put(load)
 
     def store(self, blocks: Sequence[FilledBlock], holds: Callable[[FilledBlock], bool]) -> None:
-        self._writes.extend(partial(self._write, one, holds) for one in blocks)
-        self._has_writes.set()
+        for writer in self._writers:
+            writer.put(partial(self._write, writer.level, one, holds) for one in blocks)
 
     def keep(self, hashes: Sequence[bytes], ttl_s: int) -> None:
         until_s = int(time.time()) + ttl_s
-        self._writes.extend(partial(level.keep, hashes, until_s) for level in self._levels)
-        self._has_writes.set()
+        for writer in self._writers:
+            writer.put([partial(writer.level.keep, hashes, until_s)])
 
     def take_changes(self) -> list[TierChange]:
         return [TierChange(level.tier, *level.take_changes()) for level in self._levels]
@@ -87,11 +88,15 @@ class FileTier:
     def _has(self, block_hash: bytes) -> bool:
         return any(block_hash in level for level in self._levels)
 
+    def _first_with(self, block_hash: bytes) -> int:
+        """Return the number of the first level that has a block; 0 if none does."""
+        return next((number for number, level in enumerate(self._levels) if block_hash in level), 0)
+
     # What the engine calls
 
     def wait(self, timeout_s: float) -> None:
         """Return when a load has ended, at once if there is none, or after `timeout_s`."""
-        if self._num_begun > self._num_ended:
+        if self._num_begun > sum(self._num_ended):
             self._has_ended.wait(timeout_s)
         self._has_ended.clear()
 
@@ -100,19 +105,20 @@ class FileTier:
         if self._is_closed:
             return
         end_s = time.monotonic() + _CLOSE_S
-        while (self._writes or self._is_writing) and time.monotonic() < end_s:
-            self._has_writes.set()
+        while not all(writer.is_idle for writer in self._writers) and time.monotonic() < end_s:
             time.sleep(0.005)
         self._is_closed = True
-        self._writes.clear()
-        self._has_writes.set()
-        self._loads.put(None)
+        for writer in self._writers:
+            writer.close()
+        for loads in self._loads:
+            loads.put(None)
         self._end()
 
     # Reading
 
-    def _read_all(self) -> None:
-        while (load := self._loads.get()) is not None:
+    def _read_all(self, number: int) -> None:
+        """Do the loads that need a level, and none after it."""
+        while (load := self._loads[number].get()) is not None:
             began_s = time.perf_counter()
             content = np.empty(self._ends[-1], np.uint8)
             fill = partial(self._fill, content)
@@ -122,7 +128,7 @@ class FileTier:
                 if load.why or self._is_closed or not load.fill_next(fill):
                     break
             load.is_done = True
-            self._num_ended += 1
+            self._num_ended[number] += 1
             self._has_ended.set()
 
     def _read(self, block_hash: bytes, content: np.ndarray) -> str:
@@ -131,8 +137,7 @@ class FileTier:
         for level in self._levels:
             if block_hash in level and not (why := level.read(block_hash, content)):
                 if level is not self._levels[0]:
-                    self._writes.append(partial(self._copy_up, block_hash))
-                    self._has_writes.set()
+                    self._writers[0].put([partial(self._copy_up, block_hash)])
                 return ""
         return why
 
@@ -144,24 +149,8 @@ class FileTier:
 
     # Writing
 
-    def _write_all(self) -> None:
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        while not self._is_closed:
-            for level in self._levels:
-                level.scan()
-            self._has_scanned.set()
-            next_scan_s = time.monotonic() + _SCAN_EVERY_S
-            while not self._is_closed and (left_s := next_scan_s - time.monotonic()) > 0:
-                self._has_writes.wait(left_s)
-                self._has_writes.clear()
-                self._is_writing = True
-                while self._writes and time.monotonic() < next_scan_s:
-                    self._writes.popleft()()
-                self._is_writing = False
-
-    def _write(self, one: FilledBlock, holds: Callable[[FilledBlock], bool]) -> None:
-        if all(one.known[1] in level for level in self._levels) or not holds(one):
+    def _write(self, level: Records, one: FilledBlock, holds: Callable[[FilledBlock], bool]) -> None:
+        if one.known[1] in level or not holds(one):
             return
         content = np.empty(self._ends[-1], np.uint8)
         begin = 0
@@ -170,8 +159,7 @@ class FileTier:
             begin = end
         if holds(one):
             owner = hashlib.sha256(one.owner.encode()).hexdigest()[:8] if one.owner else ""
-            for level in self._levels:
-                level.write(one.known[1], content, owner)
+            level.write(one.known[1], content, owner)
 
     def _copy_up(self, block_hash: bytes) -> None:
         """Write a block that a slower level has to the first one."""
@@ -180,3 +168,51 @@ class FileTier:
         for level in slower:
             if block_hash not in first and not level.read(block_hash, content):
                 first.write(block_hash, content, level.owner_of(block_hash))
+
+
+class _Writer:
+    """The thread that writes to a level, and reads what others have written there."""
+
+    def __init__(self, level: Records) -> None:
+        self.level = level
+        self.waiting: deque[Callable[[], None]] = deque()
+        self.has_scanned = threading.Event()
+        self._has_work = threading.Event()
+        self._is_closed = self._is_writing = False
+        threading.Thread(target=self._run, name="pagoda-tier-write", daemon=True).start()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self._is_writing
+
+    def put(self, writes: Iterable[Callable[[], None]]) -> None:
+        """Do these when there is time; forget those that have waited longest if there are too many."""
+        self.waiting.extend(writes)
+        self._has_work.set()
+
+    def close(self) -> None:
+        """End once what is being written is; forget what waits."""
+        self._is_closed = True
+        self.waiting.clear()
+        self._has_work.set()
+
+    def _run(self) -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while not self._is_closed:
+            self.level.scan()
+            self.has_scanned.set()
+            next_scan_s = time.monotonic() + _SCAN_EVERY_S
+            while not self._is_closed and (left_s := next_scan_s - time.monotonic()) > 0:
+                self._has_work.wait(left_s)
+                self._has_work.clear()
+                self._is_writing = True
+                while time.monotonic() < next_scan_s and (write := self._next()) is not None:
+                    write()
+                self._is_writing = False
+
+    def _next(self) -> Callable[[], None] | None:
+        try:
+            return self.waiting.popleft()
+        except IndexError:  # nothing waits, or it has just been closed
+            return None

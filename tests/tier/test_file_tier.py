@@ -40,6 +40,10 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def is_idle(tier: FileTier) -> bool:
+    return all(writer.is_idle for writer in tier._writers)
+
+
 def filled(*blocks: int) -> list[FilledBlock]:
     return [FilledBlock(block, (0, HASHES[block])) for block in blocks]
 
@@ -136,7 +140,7 @@ def test_a_block_goes_to_both_folders_and_comes_from_either(
 ) -> None:
     host, disk = levels
     two.store(filled(1, 2, 3), lambda _: True)
-    until(lambda: len(disk) == 3)
+    until(lambda: len(disk) == 3 and is_idle(two))
     assert [one in host for one in HASHES[1:4]] == [False, True, True]
     assert two.num_leading(HASHES[1:5]) == 3
     host_change, disk_change = two.take_changes()
@@ -149,7 +153,7 @@ def test_a_block_goes_to_both_folders_and_comes_from_either(
     assert all(loaded(two, memory, block) for block in (1, 2, 3)), "what is damaged in memory is read from the disk"
     for path in (tmp_path / "disk").glob("*/??/*"):
         path.unlink()
-    until(lambda: not two._writes and not two._is_writing)
+    until(lambda: is_idle(two))
     assert [loaded(two, memory, block) for block in (1, 2, 3)] == [one in host for one in HASHES[1:4]]
 
 
@@ -180,7 +184,7 @@ def test_a_folder_that_is_full_keeps_nothing_from_the_other(
     two.store(filled(1, 2), lambda _: True)
     until(lambda: two.num_leading(HASHES[1:3]) == 2)
     assert loaded(two, memory, 2)
-    until(lambda: not two._writes and not two._is_writing)
+    until(lambda: is_idle(two))
     assert {change.tier for change in two.take_changes() if change.stored} == {"host", "disk"} - {full}
 
 
@@ -191,3 +195,31 @@ def test_what_is_in_memory_does_not_wait_for_the_disk(
     until(lambda: HASHES[1] in levels[1])
     monkeypatch.setattr(levels[1], "read", lambda *_: time.sleep(600))
     assert loaded(two, memory, 1)
+
+
+def test_memory_gets_its_blocks_while_the_disk_hangs(
+    two: FileTier, levels: list[Records], memory: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(levels[1], "write", lambda *_: is_over.wait(600))
+    two.store(filled(1, 2), lambda _: True)
+    until(lambda: HASHES[2] in levels[0])
+    assert loaded(two, memory, 2)
+    is_over.set()
+
+
+def test_what_is_in_memory_is_loaded_while_the_disk_hangs(
+    two: FileTier, levels: list[Records], memory: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over, read = threading.Event(), levels[1].read
+    two.store(filled(1, 2, 3), lambda _: True)
+    until(lambda: HASHES[3] in levels[1] and is_idle(two))
+    assert HASHES[1] not in levels[0]
+    monkeypatch.setattr(levels[1], "read", lambda *args: is_over.wait(600) and read(*args))
+    slow = Load(HASHES[1:3], np.array([5, 6], np.int32))
+    two.load(slow)
+    assert loaded(two, memory, 2)
+    assert not slow.is_done
+    is_over.set()
+    until(lambda: slow.is_done)
+    assert slow.num_loaded == 2
