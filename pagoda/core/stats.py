@@ -1,9 +1,15 @@
 """SchedulerStats: what a scheduler counts for metrics, folded from its events."""
 
 from dataclasses import dataclass, field
+from typing import Annotated, TypeVar
 
 from pagoda.core.events import Admitted, DraftsVerified, Encoded, Event, FirstToken, Loaded, Preempted, Swapped
 from pagoda.core.request import AdmitKind
+
+_T = TypeVar("_T")
+GAUGE = "gauge"
+Gauge = Annotated[_T, GAUGE]
+"""The type of a field that is no total: it says what is so at the moment of a snapshot."""
 
 
 @dataclass(slots=True)
@@ -18,12 +24,12 @@ class SchedulerStats:
     tells them, the commit side adds them up.
     drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
     many positions as the longest draft had.
+    num_tier_stored, num_tier_lost: blocks that a tier was given, and that it has no more.
 
     num_running, num_waiting, num_swapped: requests.   num_deferred: of those that wait, how many do so for something of
     their own: a grammar, an adapter, a token in flight, or room for one more adapter in the batch.
     num_states, num_free_states: blocks of recurrent states, which have a pool of their own next to attention's; else 0.
     kv_usage: share of the pool that is referenced, 0 to 1; of two pools, the larger share.
-    num_tier_stored, num_tier_lost: blocks that a tier was given, and that it has no more, since the start.
     running_adapters, waiting_adapters: names of the LoRA adapters of these requests; swapped ones wait.
     """
 
@@ -41,20 +47,20 @@ class SchedulerStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_tokens_per_pos: list[int] = field(default_factory=list[int])
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_deferred: int = 0
-    num_swapped: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0
-    num_states: int = 0
-    num_free_states: int = 0
-    num_free_host_blocks: int = 0
     num_tier_stored: int = 0
     num_tier_lost: int = 0
-    running_adapters: tuple[str, ...] = ()
-    waiting_adapters: tuple[str, ...] = ()
+
+    num_running: Gauge[int] = 0
+    num_waiting: Gauge[int] = 0
+    num_deferred: Gauge[int] = 0
+    num_swapped: Gauge[int] = 0
+    num_blocks: Gauge[int] = 0
+    num_free_blocks: Gauge[int] = 0
+    num_states: Gauge[int] = 0
+    num_free_states: Gauge[int] = 0
+    num_free_host_blocks: Gauge[int] = 0
+    running_adapters: Gauge[tuple[str, ...]] = ()
+    waiting_adapters: Gauge[tuple[str, ...]] = ()
 
     @property
     def kv_usage(self) -> float:

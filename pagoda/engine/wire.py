@@ -19,7 +19,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.core.events import ClientEvent, Events
 from pagoda.core.request import Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
-from pagoda.core.stats import SchedulerStats
+from pagoda.core.stats import GAUGE, Gauge, SchedulerStats
 from pagoda.core.view import SchedulerView, joined_views
 from pagoda.engine.step_strip import StepNote
 
@@ -148,11 +148,11 @@ class EngineStats(SchedulerStats):
     scheduler_s: float = 0.0
     adapters_read: int = 0
     adapters_dropped: int = 0
-    num_up: int = 0
-    num_starting: int = 0
-    num_draining: int = 0
-    num_gone: int = 0
-    at_s: float = 0.0
+    num_up: Gauge[int] = 0
+    num_starting: Gauge[int] = 0
+    num_draining: Gauge[int] = 0
+    num_gone: Gauge[int] = 0
+    at_s: Gauge[float] = 0.0
 
     @property
     def num_requests(self) -> int:
@@ -165,7 +165,9 @@ class EngineStats(SchedulerStats):
 
     def counters(self) -> "EngineStats":
         """Return these statistics without the gauges, as of an engine that has ended."""
-        return EngineStats(**{name: getattr(self, name) for name in _COUNTERS})
+        fields = dataclasses.fields(EngineStats)
+        totals = [one.name for one in fields if GAUGE not in getattr(one.type, "__metadata__", ())]
+        return EngineStats(**{name: getattr(self, name) for name in totals})
 
     @staticmethod
     def sum_of(parts: "Sequence[EngineStats]") -> "EngineStats":
@@ -182,14 +184,6 @@ class EngineStats(SchedulerStats):
         busy = [part.at_s for part in parts if part.num_requests]
         added["at_s"] = min(busy, default=max(part.at_s for part in parts))
         return EngineStats(**added)
-
-
-_COUNTERS = (
-    *("prefix_queries", "prefix_hits", "tier_queries", "tier_hits", "num_tier_stored", "num_tier_lost"),
-    *("encoder_queries", "encoder_hits", "preemptions", "swap_outs", "prompt_tokens"),
-    *("generation_tokens", "drafts", "drafted_tokens", "accepted_tokens", "accepted_tokens_per_pos"),
-    *("num_steps", "step_s", "scheduler_s", "adapters_read", "adapters_dropped"),
-)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

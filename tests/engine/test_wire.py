@@ -75,6 +75,12 @@ def test_a_frame_that_begins_anywhere_is_readable() -> None:
     np.testing.assert_array_equal(request.media[0].features, features_of(100))
 
 
+def test_of_an_engine_that_has_ended_the_totals_are_left_and_no_gauge() -> None:
+    totals = {"prompt_tokens": 7, "num_tier_lost": 2, "accepted_tokens_per_pos": [3, 1], "step_s": 1.5}
+    gauges = {"num_running": 3, "num_free_blocks": 9, "running_adapters": ("a",), "num_up": 1, "at_s": 5.0}
+    assert wire.EngineStats(**totals, **gauges).counters() == wire.EngineStats(**totals)  # type: ignore[arg-type]
+
+
 def test_every_kind_of_event_arrives_as_it_was_sent() -> None:
     examples = {
         int: 3,
