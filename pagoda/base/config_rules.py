@@ -153,8 +153,11 @@ def _check_type(item: DescribedSetting, value: object, name: str) -> None:
     fits = isinstance(value, kind) and (wanted is bool or not isinstance(value, bool))
     if isinstance(value, tuple):
         fits = fits and all(isinstance(text, str) for text in typing.cast("tuple[object, ...]", value))
+    shown = name if item.setting.is_secret else f"{name}={abbreviate(value)}"
     if not fits:
-        raise ConfigError(f"{name}={abbreviate(value)} must be {noun}")
+        raise ConfigError(f"{shown} must be {noun}")
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:  # what a message to an engine can hold
+        raise ConfigError(f"{shown} must be less than {1 << 64} and at least {-(1 << 63)}")
 
 
 # ---- settings without effect, which are reported at start
