@@ -14,11 +14,10 @@ from pagoda.assembly.engine_setup import EngineSetup
 from pagoda.kernels.native import build, library, variants
 from pagoda.kernels.native.threads import cpu_flags
 from pagoda.loading.fetch_wheel import is_weights
+from pagoda.loading.file_digest import digest_of_file
 from pagoda.loading.gguf_file import StringArray, Value, open_gguf
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.quantization import resolve_quantization
-
-_NUM_PIECES, _PIECE_BYTES = 64, 4096  # of a file, in its digest
 
 
 def kernels_of(setup: EngineSetup) -> str:
@@ -35,26 +34,28 @@ def kernels_of(setup: EngineSetup) -> str:
 
 
 def digest_of(setup: EngineSetup) -> str:
-    """Return a hash of pagoda's version, the settings and the model's files, read here and there."""
+    """Return a hash of pagoda's version, the settings and the model's files."""
     about = (metadata.version("pagoda-llm"), setup.spec, setup.groups, setup.dtype, setup.kv_dtype, setup.max_model_len)
-    return _digest_of_files(setup.files.sizes(), repr(about))
+    files = [file for file in setup.files.sizes() if is_weights(file) or _is_beside_weights(file)]
+    return _digest_of_files(files, repr(about))
 
 
 def digest_of_weights(files: ModelFiles) -> str:
-    """Return a hash of what a model computes with: its weights, read here and there, and its settings."""
+    """Return a hash of what a model computes with: its weights and its settings."""
     return _digest_of_files(file for file in files.sizes() if is_weights(file) or file.name == "config.json")
 
 
 def _digest_of_files(files: Iterable[Path], about: str = "") -> str:
+    """Weights that differ in a single tensor, as fine-tuned ones may, are others: all bytes count."""
     digest = hashlib.blake2b(about.encode(), digest_size=16)
     for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as opened:
-            for piece in range(_NUM_PIECES):
-                opened.seek(piece * max(0, size - _PIECE_BYTES) // (_NUM_PIECES - 1))
-                digest.update(opened.read(_PIECE_BYTES))
+        digest.update(f"{file.name}:{digest_of_file(file)}".encode())
     return digest.hexdigest()
+
+
+def _is_beside_weights(file: Path) -> bool:
+    """Return whether a file that is not weights is read, too."""
+    return file.suffix in (".json", ".jinja", ".model") or file.name in ("merges.txt", "vocab.txt")
 
 
 def parts_beside_weights(setup: EngineSetup) -> dict[str, str]:
@@ -68,9 +69,8 @@ def parts_beside_weights(setup: EngineSetup) -> dict[str, str]:
         settings = open_gguf(files.path).metadata
         parts |= {key: _plain(value) for key, value in settings.items() if key.startswith("tokenizer.")}
     else:
-        for file in files.sizes():
-            is_read = file.suffix in (".json", ".jinja", ".model") or file.name in ("merges.txt", "vocab.txt")
-            if is_read and file != files.path / "config.json" and not file.name.endswith(".index.json"):
+        for file in filter(_is_beside_weights, files.sizes()):
+            if file != files.path / "config.json" and not file.name.endswith(".index.json"):
                 parts[str(file.relative_to(files.path))] = file.read_bytes()
     return {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
 

@@ -8,6 +8,7 @@ from gguf import GGMLQuantizationType
 from pagoda.assembly.engine_setup import EngineSetup, resolve_engine
 from pagoda.assembly.identity import digest_of_weights, parts_beside_weights
 from pagoda.base.config import EngineConfig
+from pagoda.loading.model_files import ModelFiles
 from tests.engine.byte_llama import write_byte_llama
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model
@@ -29,6 +30,15 @@ def test_other_weights_of_a_model_differ_in_nothing_else(tmp_path: Path) -> None
     (other.files.path / "README.md").write_text("other weights")
     assert changed(one, other) == set()
     assert digest_of_weights(other.files) == digests[2]
+
+
+def test_weights_that_differ_in_a_single_byte_are_others(tmp_path: Path) -> None:
+    data, digests = bytearray(4 << 20), set[str]()
+    for at in (0, 5_000, 1_234_567, 2_000_000, len(data) - 1):
+        data[at] ^= 1
+        (tmp_path / "model.safetensors").write_bytes(data)
+        digests.add(digest_of_weights(ModelFiles("a", tmp_path, "safetensors")))
+    assert len(digests) == 5
 
 
 def test_what_else_differs_is_named(tmp_path: Path) -> None:
