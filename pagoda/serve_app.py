@@ -102,15 +102,18 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return for how many seconds the replica computes before it has time for another request."""
-        return {QUEUE_S: max(_engine_of(model).queue_s() for model in self._state.models.all)}
+        return {QUEUE_S: max(queue_s for queue_s, _ in self._queues())}
 
     async def record_routing_stats(self) -> dict[str, float]:
         """Return the same, how much more another request would be, on average, and the number of the report."""
         self._num_reports += 1
-        slowest = max(self._state.models.all, key=lambda model: _engine_of(model).queue_s())
-        queue_s = _engine_of(slowest).queue_s()
+        queue_s, slowest = max(self._queues(), key=lambda one: one[0])
         with_another_s = _engine_of(slowest).queue_s(slowest.starter.metrics.mean_uncached)
         return {QUEUE_S: queue_s, REQUEST_S: with_another_s - queue_s, REPORT: self._num_reports}
+
+    def _queues(self) -> list[tuple[float, ServedModel]]:
+        """Return for how many seconds each model's engines compute before they have time for another request."""
+        return [(_engine_of(model).queue_s(), model) for model in self._state.models.all]
 
     async def __del__(self) -> None:
         """End what runs without a client, then the engines. Serve has waited for the requests that it has passed."""
