@@ -6,6 +6,7 @@ from pathlib import Path
 from pagoda.base.config import ModelConfig
 from pagoda.loading.fetch_hub import HubModel
 from pagoda.loading.fetch_wheel import incomplete_folders
+from pagoda.loading.hub_download import blobs_of
 from pagoda.loading.known_names import known_size
 from pagoda.loading.resolve import cache_dir_of, hub_cache_of, source_of
 
@@ -19,7 +20,7 @@ class DownloadProgress:
         self._folders: tuple[Path, ...] = ()
         self._suffixes: tuple[str, ...] | None = None  # None: all
         if isinstance(source, HubModel):
-            self._folders = (_blobs_of(source, hub_cache_of(config)),)
+            self._folders = (blobs_of(source.repo_id, hub_cache_of(config)),)
         elif not isinstance(source, Path):
             self._folders = incomplete_folders(source, cache_dir_of(config))
             self._suffixes = (".whl", ".partial")  # else what is unpacked of them would count again
@@ -40,11 +41,3 @@ class DownloadProgress:
                     yield path, path.stat().st_size if path.is_file() else 0
                 except OSError:
                     continue
-
-
-def _blobs_of(model: HubModel, cache_dir: Path | None) -> Path:
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = repo_folder_name(repo_id=model.repo_id, repo_type="model")
-    return Path(cache_dir or constants.HF_HUB_CACHE) / folder / "blobs"

@@ -92,15 +92,11 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
     Raises ConfigError (unknown source, no such model or revision, access refused, no network) or CapacityError (disk
     full).
     """
-    if source not in SOURCES:
-        raise ConfigError(f"source={abbreviate(source)} is not a hub{nearest(source, list(SOURCES))}")
-    snapshot = _from_huggingface if source == "huggingface" else _from_modelscope
     try:
-        cached = snapshot(model, cache_dir, True)
-        if cached is not None and is_complete(cached, model):
+        if (cached := find_cached_hub(model, source, cache_dir)) is not None:
             return cached
         logger.info("fetching %s from %s", model, source)
-        fetched = snapshot(model, cache_dir, False)
+        fetched = (_from_huggingface if source == "huggingface" else _from_modelscope)(model, cache_dir, False)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CapacityError(

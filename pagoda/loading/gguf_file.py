@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -200,14 +201,11 @@ class GGUFFile:
 
     def _num_bytes(self, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        count = 1
-        for size in shape:
-            count *= size
         if not shape or shape[-1] % block:
             raise ConfigError(
                 f"{self.path}: corrupt GGUF: tensor {abbreviate(name)} {shape} does not divide into {kind.name} blocks"
             )
-        return count // block * block_bytes
+        return prod(shape) // block * block_bytes
 
     def bytes_of(self, tensor: GGUFTensor) -> memoryview:
         """Return the tensor's bytes in the mapped file, without a copy; valid as long as the view exists."""

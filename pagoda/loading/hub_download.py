@@ -19,6 +19,14 @@ _MOST_BYTES = 50 * 10**9  # the hub has larger ones through the library's own pr
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+def blobs_of(repo_id: str, cache_dir: Path | None) -> Path:
+    """Return the folder of a repository's files in the library's cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(cache_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model") / "blobs"
+
+
 def download_large_files(repo_id: str, files: Sequence["DryRunFileInfo"], cache_dir: Path | None) -> None:
     """Download those files of a repository that are large and not in the cache yet, one after another.
 
@@ -26,13 +34,11 @@ def download_large_files(repo_id: str, files: Sequence["DryRunFileInfo"], cache_
     has another sha256 than the hub states; it is not kept.
     """
     from filelock import FileLock
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    folder = repo_folder_name(repo_id=repo_id, repo_type="model")
-    cache = Path(cache_dir or constants.HF_HUB_CACHE)
-    blobs, locks = cache / folder / "blobs", cache / ".locks" / folder  # the library's own, so that it waits, too
+    blobs = blobs_of(repo_id, cache_dir)
+    locks = blobs.parents[1] / ".locks" / blobs.parent.name  # the library's own, so that it waits, too
     for file in files:
         size = file.file_size or 0
         if not file.will_download or not _LEAST_BYTES <= size <= _MOST_BYTES:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from pagoda.base.errors import ConfigError
@@ -93,37 +94,30 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
     if files.format == "gguf":
         for tensor in open_gguf(files.path).tensors.values():
             sizes[tensor.type.name] += tensor.num_bytes
-            num_parameters += _count(tensor.shape)
+            num_parameters += prod(tensor.shape)
     elif files.format == "ctranslate2":
         for variable in CTranslate2File(files.path).variables.values():
             sizes[variable.dtype] += variable.num_bytes
-            num_parameters += _count(variable.shape)
+            num_parameters += prod(variable.shape)
     else:
         entries, stored = read_headers(files.path, _dense_folders(files)), packed_format(files)
         for name, entry in entries.items():
             stem, _, part = name.rpartition(".")
             if stored is not None and f"{stem}.{stored.layout.marker}" in entries and part in stored.layout.parts:
                 sizes[stored.method.upper()] += entry.num_bytes
-                num_parameters += _count(entry.shape) * stored.codes_per_word if part == stored.layout.codes else 0
+                num_parameters += prod(entry.shape) * stored.codes_per_word if part == stored.layout.codes else 0
             elif name.endswith((MXFP4_BLOCKS, MXFP4_SCALES)) and entry.dtype == "U8":
                 sizes[MXFP4.name] += entry.num_bytes
-                num_parameters += _count(entry.shape) * 2 if name.endswith(MXFP4_BLOCKS) else 0
+                num_parameters += prod(entry.shape) * 2 if name.endswith(MXFP4_BLOCKS) else 0
             else:
                 sizes[entry.dtype] += entry.num_bytes
-                num_parameters += _count(entry.shape)
+                num_parameters += prod(entry.shape)
     return WeightSummary(sizes.total(), num_parameters, dict(sizes.most_common()))
 
 
 def _dense_folders(files: ModelFiles) -> list[str]:
     """Return the folders of the layers after a pooling."""
     return [layer.folder for layer in read_model(files).dense] if (files.path / MODULES).is_file() else []
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _read_folder(files: ModelFiles) -> tuple[Architecture, TreeConfig]:

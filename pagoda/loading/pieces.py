@@ -9,7 +9,18 @@ from dataclasses import dataclass, replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Declaration, Matrix, MatrixShard, Part, StoredBlock, Table, Taps, Vector, whole_of
+from pagoda.layers.parameter import (
+    BiasTable,
+    Declaration,
+    Matrix,
+    MatrixShard,
+    Part,
+    StoredBlock,
+    Table,
+    Taps,
+    Vector,
+    whole_of,
+)
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
@@ -51,19 +62,7 @@ def check_all_used(stored: Iterable[str], files: ModelFiles, naming: Naming, mod
 
     A config.json says by its settings what such files only say by their tensors. stored: their names.
     """
-    used: set[str] = set()
-    for path, parameter in parameters(model):
-        match parameter.declared:
-            case Matrix(tied=None, picked=None) as matrix:
-                shard = whole_of(matrix)
-                for expert in range(max(1, matrix.num_experts)):
-                    used.update(piece.name for piece in weight_pieces(naming, path, matrix, shard, expert))
-                used.update(piece.name for piece in bias_pieces(naming, path, matrix, shard) if matrix.bias)
-            case Table() | Taps() | Vector(zeros=False):
-                used.add(naming.find(path).name)
-            case _:
-                pass
-    names = list(stored)
+    used, names = {name for name, _ in stored_tensors(naming, model)}, list(stored)
     layers = re.compile(r"(blk\.\d+)\..*\.(weight|bias)")
     drafters = {name.partition(".nextn.")[0] for name in names if ".nextn." in name}  # layers of draft heads
     unread = [
@@ -79,6 +78,29 @@ def check_all_used(stored: Iterable[str], files: ModelFiles, naming: Naming, mod
             f"{files.path}: {len(unread)} tensors of its layers, such as {unread[0]!r}, are not part of a "
             f"{model.spec.architecture} as it is supported here"
         )
+
+
+def stored_tensors(naming: Naming, model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of every tensor that loading a model would read; a name once per piece."""
+    for path, parameter in parameters(model):
+        match parameter.declared:
+            case Table(rows=rows, columns=columns, skipped=skipped):
+                yield naming.find(path).name, (skipped + rows, columns)
+            case BiasTable(num_heads=num_heads, num_buckets=num_buckets):
+                yield naming.find(path).name, (num_buckets, num_heads)
+            case Vector(size=size, zeros=False):
+                stored = naming.find(path)
+                yield stored.name, stored.shape_of_vector(size)
+            case Taps(channels, taps):
+                yield naming.find(path).name, (channels, 1, taps)
+            case Matrix(tied=None, picked=None) as matrix:
+                shard = whole_of(matrix)
+                for expert in range(max(1, matrix.num_experts)):
+                    pieces = [*weight_pieces(naming, path, matrix, shard, expert)]
+                    pieces += bias_pieces(naming, path, matrix, shard, expert) if matrix.bias else ()
+                    yield from ((piece.name, piece.shape) for piece in pieces if piece.is_stored)
+            case _:
+                pass
 
 
 def _is_named(declared: Declaration) -> bool:

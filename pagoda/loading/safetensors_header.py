@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -26,10 +27,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        count = _ITEM_BYTES.get(self.dtype, 1)
-        for size in self.shape:
-            count *= size
-        return count
+        return _ITEM_BYTES.get(self.dtype, 1) * prod(self.shape)
 
 
 def read_headers(folder: Path, subfolders: Sequence[str] = ()) -> dict[str, TensorEntry]:
@@ -47,22 +45,27 @@ def _read_folder(folder: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     places = _read_index(folder)
     for file in shard_files(folder):
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118  (a handle, not a dict)
-                    if name in entries and places.get(name) != file.name:
-                        if places.get(name) == entries[name].file.name:
-                            continue
-                        raise ConfigError(
-                            f"{folder}: tensor {shorten(name)!r} is in {entries[name].file.name} and in {file.name}"
-                        )
-                    part = opened.get_slice(name)
-                    entries[name] = TensorEntry(file, part.get_dtype(), tuple(part.get_shape()), name)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(
-                f"{file}: truncated or corrupt safetensors: {shorten(str(error))}; fetch it again"
-            ) from None
+        for name, entry in read_header(file).items():
+            if name in entries and places.get(name) != file.name:
+                if places.get(name) == entries[name].file.name:
+                    continue
+                raise ConfigError(
+                    f"{folder}: tensor {shorten(name)!r} is in {entries[name].file.name} and in {file.name}"
+                )
+            entries[name] = entry
     return entries
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of one file by name. Raises ConfigError if it is truncated or corrupt."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (a handle, not a dict)
+            return {
+                name: TensorEntry(file, part.get_dtype(), tuple(part.get_shape()), name) for name, part in parts.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file}: truncated or corrupt safetensors: {shorten(str(error))}; fetch it again") from None
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -1,8 +1,8 @@
 """Read weights by name from safetensors, quantised or not, GGUF or CTranslate2: shapes first, then regions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, WeightFormat
 from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight, UnstackedWeight
-from pagoda.loading.ctranslate2 import CTranslate2File
+from pagoda.loading.ctranslate2 import CTranslate2File, StoredRows
 from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from pagoda.loading.model_files import ModelFiles
@@ -21,33 +21,49 @@ from pagoda.loading.mxfp4 import BLOCK_VALUES, read_mxfp4
 from pagoda.loading.packed_codes import packed_weight, scaled_floats
 from pagoda.loading.pieces import Region
 from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, STACKED, PackedFormat, packed_format, packed_stem
-from pagoda.loading.safetensors_header import read_headers
+from pagoda.loading.safetensors_header import TensorEntry, read_headers
 
 
-class Weights(Protocol):
+class _Entry(Protocol):
+    """What a file says of a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+EntryT = TypeVar("EntryT", bound=_Entry)
+
+
+class Weights(Generic[EntryT]):
     """A checkpoint's tensors, by their names in the checkpoint. Without more, they are floats that are not mapped.
 
     bytes_read: how many bytes of the files have been read as values, so far.
     """
 
-    bytes_read: int
+    def __init__(self, path: Path, entries: Mapping[str, EntryT]) -> None:
+        self._path, self._entries = path, entries
+        self.bytes_read = 0
 
-    def __contains__(self, name: str) -> bool: ...
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
 
     def wrong(self, name: str, what: str) -> ConfigError:
         """Return the error that says `what` is wrong with a tensor, and in which file."""
-        ...
+        return ConfigError(f"{self._path}: tensor {name!r} {what}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises ConfigError if there is no such tensor."""
-        ...
+        if name not in self._entries:
+            hint = nearest(name, list(self._entries)) if len(self._entries) < 5000 else ""
+            raise self.wrong(name, f"is missing{hint if 'did you mean' in hint else ''}")
+        return self._entries[name].shape
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
         """Fill `out` (contiguous, any float dtype, any device) with a region, None for the whole tensor.
 
         Values are converted once. Raises ConfigError for a tensor that cannot be read.
         """
-        ...
+        raise NotImplementedError
 
     def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a region as a view of the mapped file; None where it is not stored in this type, or in pieces."""
@@ -82,33 +98,22 @@ def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
     return MXFP4Weights(files.path) if stored.layout is STACKED else PackedWeights(files.path, stored, subfolders)
 
 
-class GGUFWeights(Weights):
+class GGUFWeights(Weights[GGUFTensor]):
     """A GGUF file, memory-mapped: the codes of its blocks, or floats, tensor by tensor."""
 
     def __init__(self, file: GGUFFile) -> None:
+        super().__init__(file.path, file.tensors)
         self._file = file
-        self.bytes_read = 0
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file.tensors
-
-    def wrong(self, name: str, what: str) -> ConfigError:
-        return ConfigError(f"{self._file.path}: tensor {name!r} {what}")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._file.tensors:
-            raise missing_tensor(name, list(self._file.tensors), self._file.path)
-        return self._file.tensors[name].shape
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
-        tensor = self._file.tensors[name]
+        tensor = self._entries[name]
         try:
             dequantize(self._bytes(tensor, region), tensor.type, out)
         except NotImplementedError:
             raise self.wrong(name, f"is {tensor.type.name}, which cannot be dequantised") from None
 
     def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
-        tensor = self._file.tensors[name]
+        tensor = self._entries[name]
         if FLOATS.get(tensor.type) is not dtype:
             return None
         part = self._region(tensor, region)
@@ -118,10 +123,10 @@ class GGUFWeights(Weights):
         return torch.from_numpy(part.reshape(-1)).view(dtype).view(region.shape)
 
     def has_codes(self, name: str) -> bool:
-        return name in self._file.tensors and self._file.tensors[name].type.name in GGUF_TYPES
+        return name in self._entries and self._entries[name].type.name in GGUF_TYPES
 
     def read_codes(self, name: str, region: Region, head_order: tuple[int, ...] | None = None) -> BlockWeight | None:
-        tensor = self._file.tensors[name]
+        tensor = self._entries[name]
         held = GGUF_TYPES.get(tensor.type.name)
         if held is None:
             return None
@@ -170,23 +175,12 @@ def reorder_rows(rows: torch.Tensor, head_order: tuple[int, ...] | None) -> None
         heads.copy_(heads[:, head_order])
 
 
-class CTranslate2Weights(Weights):
+class CTranslate2Weights(Weights[StoredRows]):
     """A CTranslate2 file, memory-mapped; its codes of 8 and 16 bits become floats."""
 
     def __init__(self, file: CTranslate2File) -> None:
+        super().__init__(file.path, file.parameters)
         self._file = file
-        self.bytes_read = 0
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file.parameters
-
-    def wrong(self, name: str, what: str) -> ConfigError:
-        return ConfigError(f"{self._file.path}: tensor {name!r} {what}")
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._file.parameters:
-            raise missing_tensor(name, list(self._file.parameters), self._file.path)
-        return self._file.parameters[name].shape
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
         part = _part_of(torch.from_numpy(np.array(self._file.read(name))), region)
@@ -197,35 +191,29 @@ class CTranslate2Weights(Weights):
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
-class SafetensorsWeights(Weights):
+class SafetensorsWeights(Weights[TensorEntry]):
     """A folder of safetensors, memory-mapped: a tensor's pages are read when it is copied out."""
 
     def __init__(self, folder: Path, subfolders: Sequence[str] = ()) -> None:
-        self._folder = folder
-        self.bytes_read = 0
-        self._entries = read_headers(folder, subfolders)
+        super().__init__(folder, read_headers(folder, subfolders))
         files = {entry.file for entry in self._entries.values()}
         self._open = {file: safe_open(file, framework="pt") for file in files}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
     def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._entries:
-            if (stem := packed_stem(name, self._entries)) is not None:
-                raise ConfigError(
-                    f"{self._folder}: tensor {name!r} is missing, but there is '{stem}.qweight': the weights are "
-                    "quantised, and config.json has no quantization_config that says how; fetch the model again"
-                )
-            raise missing_tensor(name, list(self._entries), self._folder)
-        return self._entries[name].shape
+        if name not in self._entries and (stem := packed_stem(name, self._entries)) is not None:
+            raise self.wrong(
+                name,
+                f"is missing, but there is '{stem}.qweight': the weights are quantised, and config.json has no "
+                "quantization_config that says how; fetch the model again",
+            )
+        return super().shape(name)
 
     def dtype(self, name: str) -> str:
         """Return the type of a tensor that exists, as safetensors names it."""
         return self._entries[name].dtype
 
     def wrong(self, name: str, what: str) -> ConfigError:
-        path = self._entries[name].file if name in self._entries else self._folder
+        path = self._entries[name].file if name in self._entries else self._path
         return ConfigError(f"{path}: tensor {name!r} {what}")
 
     def mapped(self, name: str) -> torch.Tensor:
@@ -265,12 +253,6 @@ def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
     if tensor.dim() > 2:  # a convolution's
         tensor = (tensor.movedim(1, -1) if region.channels_last else tensor).flatten(1)
     return tensor if region.columns is None else tensor[:, region.columns.start : region.columns.stop]
-
-
-def missing_tensor(name: str, known: list[str], path: Path) -> ConfigError:
-    hint = nearest(name, known) if len(known) < 5000 else ""
-    hint = hint if "did you mean" in hint else ""
-    return ConfigError(f"{path}: tensor {name!r} is missing{hint}")
 
 
 class PackedWeights(SafetensorsWeights):

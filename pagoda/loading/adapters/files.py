@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError
 from pagoda.layers.lora_targets import LoRATarget, lora_targets
 from pagoda.loading.adapters.config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from pagoda.loading.safetensors_header import read_header
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 
@@ -75,6 +74,15 @@ class AdapterTargets:
         return self._unused is not None and module not in self._paths and bool(re.fullmatch(self._unused, module))
 
 
+def weights_path(folder: Path) -> Path:
+    """Return an adapter's file of weights. Raises ConfigError if there is none."""
+    path = folder / WEIGHTS_FILE
+    if not path.is_file():
+        pickled = " (adapter_model.bin is pickled: convert it)" if (folder / "adapter_model.bin").is_file() else ""
+        raise ConfigError(f"{folder}: no {WEIGHTS_FILE}{pickled}")
+    return path
+
+
 def digest_of(folder: Path) -> str:
     """Return the SHA-256 of an adapter's files, as 64 digits. Raises ConfigError if they cannot be read."""
     digest = hashlib.sha256()
@@ -92,10 +100,7 @@ def digest_of(folder: Path) -> str:
 def check_adapter(folder: Path, targets: AdapterTargets, max_rank: int) -> AdapterFiles:
     """Return what an adapter adapts. Raises ConfigError that names what is unsupported, missing or of a wrong shape."""
     config = read_adapter_config(folder)
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        pickled = " (adapter_model.bin is pickled: convert it)" if (folder / "adapter_model.bin").is_file() else ""
-        raise ConfigError(f"{folder}: no {WEIGHTS_FILE}{pickled}")
+    path = weights_path(folder)
     if config.max_rank > max_rank:
         raise ConfigError(f"{folder}: its rank is {config.max_rank}, but max_lora_rank is {max_rank}; raise that")
     shapes = _read_shapes(path)
@@ -126,19 +131,11 @@ def check_adapter(folder: Path, targets: AdapterTargets, max_rank: int) -> Adapt
 
 
 def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        with safe_open(path, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118  (a handle, not a dict)
-                part = opened.get_slice(name)
-                if part.get_dtype() not in _FLOATS:
-                    raise ConfigError(
-                        f"{path}: tensor {shorten(name)!r} is {part.get_dtype()}; expected {', '.join(_FLOATS)}"
-                    )
-                shapes[name] = tuple(part.get_shape())
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: truncated or corrupt safetensors: {shorten(str(error))}") from None
-    return shapes
+    entries = read_header(path)
+    for name, entry in entries.items():
+        if entry.dtype not in _FLOATS:
+            raise ConfigError(f"{path}: tensor {shorten(name)!r} is {entry.dtype}; expected {', '.join(_FLOATS)}")
+    return {name: entry.shape for name, entry in entries.items()}
 
 
 def _module(

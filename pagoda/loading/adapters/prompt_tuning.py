@@ -12,7 +12,7 @@ import numpy as np
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError
 from pagoda.loading.adapters.config import CONFIG_FILE, read_config_file
-from pagoda.loading.adapters.files import WEIGHTS_FILE, digest_of
+from pagoda.loading.adapters.files import digest_of, weights_path
 from pagoda.loading.tensor_file import TensorFileError, read_tensor
 
 _TENSOR = "prompt_embeddings"
@@ -47,10 +47,7 @@ def read_prompt_adapter(folder: Path, hidden_size: int) -> PromptAdapterFiles:
         raise ConfigError(f"{folder}: a prompt adapter, but this model does not take prompts as embeddings")
     values = read_config_file(folder)
     _check_fields(values, folder / CONFIG_FILE)
-    path = folder / WEIGHTS_FILE
-    if not path.is_file():
-        pickled = " (adapter_model.bin is pickled: convert it)" if (folder / "adapter_model.bin").is_file() else ""
-        raise ConfigError(f"{folder}: no {WEIGHTS_FILE}{pickled}")
+    path = weights_path(folder)
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ConfigError(f"{path}: more than {_MAX_FILE_BYTES >> 20} MiB, too much for a prompt adapter")
