@@ -98,43 +98,52 @@ def _attend(q: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, how: S
         k, v = gather_context(cache, metadata.block_table[row], metadata.block_size, seq_len)
         k, v = k[:, first_read:], v[:, first_read:]
         k = torch.cat((v, k), dim=-1) if how.is_latent else k
-        group = num_heads // k.shape[0]
-        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-        scores = torch.einsum("qhd,hcd->hqc", q[begin:end].float(), k) * how.scale
-        if how.softcap:
-            scores = how.softcap * torch.tanh(scores / how.softcap)
         query_at = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)
         key_at = torch.arange(first_read, seq_len, device=q.device).unsqueeze(0)
-        if how.bias is not None:
-            scores = scores + by_distance(how.bias, query_at, key_at)
         last = query_at if metadata.last_seen is None else metadata.last_seen[begin:end].unsqueeze(1)
         hidden = (key_at > last) | (key_at < how.first_seen(query_at))
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if how.sinks is not None:
-            scores = torch.cat((scores, how.sinks.float().view(-1, 1, 1).expand(-1, end - begin, 1)), dim=-1)
-        weights = scores.softmax(dim=-1)[..., : k.shape[1]]
-        out[begin:end] = torch.einsum("hqc,hcd->qhd", weights, v).to(q.dtype)
+        out[begin:end] = _attend_to(q[begin:end], k, v, query_at, key_at, hidden, how)
     return out.flatten(1)
 
 
 def _attend_both_ways(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, how: Scoring
 ) -> torch.Tensor:
-    num_tokens, num_heads, head_dim = q.shape
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for begin, end in pairwise(metadata.query_start.tolist()):
-        group = num_heads // k.shape[1]
-        keys, values = (x[begin:end].float().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,chd->hqc", q[begin:end].float(), keys) * how.scale
-        if how.softcap:
-            scores = how.softcap * torch.tanh(scores / how.softcap)
+        keys, values = (x[begin:end].float().transpose(0, 1) for x in (k, v))
         at = torch.arange(end - begin, device=q.device)
-        if how.bias is not None:
-            scores = scores + by_distance(how.bias, at.unsqueeze(1), at)
-        if how.window:
-            scores = scores.masked_fill((at.unsqueeze(1) - at).abs() >= how.window, float("-inf"))
-        out[begin:end] = torch.einsum("hqc,chd->qhd", scores.softmax(dim=-1), values).to(q.dtype)
-    return out.view(num_tokens, num_heads * head_dim)
+        query_at, key_at = at.unsqueeze(1), at.unsqueeze(0)
+        hidden = (query_at - key_at).abs() >= (how.window or len(at))
+        out[begin:end] = _attend_to(q[begin:end], keys, values, query_at, key_at, hidden, how)
+    return out.flatten(1)
+
+
+def _attend_to(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_at: torch.Tensor,
+    key_at: torch.Tensor,
+    hidden: torch.Tensor,
+    how: Scoring,
+) -> torch.Tensor:
+    """q [Q, H, D] over float32 k, v [K, C, D] -> [Q, H, D of v], in q's dtype.
+
+    query_at, key_at: positions, [Q, 1] and [1, C].   hidden: bool [Q, C], what a query does not see.
+    """
+    group = q.shape[1] // k.shape[0]
+    k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+    scores = torch.einsum("qhd,hcd->hqc", q.float(), k) * how.scale
+    if how.softcap:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
+    if how.bias is not None:
+        scores = scores + by_distance(how.bias, query_at, key_at)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if how.sinks is not None:
+        scores = torch.cat((scores, how.sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : k.shape[1]]
+    return torch.einsum("hqc,hcd->qhd", weights, v).to(q.dtype)
 
 
 def by_distance(bias: torch.Tensor, query_at: torch.Tensor, key_at: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from pagoda.kernels.attention.triton_tiles import (
     store_attended,
 )
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
-from pagoda.kernels.kv_cache.triton_kv_cache import pages_of, strides_of
+from pagoda.kernels.kv_cache.triton_kv_cache import adjacent_heads, pages_of, strides_of
 from pagoda.kernels.triton_support import jit, jit_for_any
 
 LOG2_E = math.log2(math.e)
@@ -364,9 +364,8 @@ class PagedAttention:
         """See reference.attention. With a bias, sinks or chunks, in plain torch."""
         if bias is not None or sinks is not None or window < 0:
             return library.attention(q, cache, metadata, scale, window, softcap, bias, first, sinks)
+        q = adjacent_heads(q)
         tokens, num_heads, head_dim = q.shape
-        if q.stride(2) != 1 or q.stride(1) != head_dim:
-            q = q.contiguous()
         out = torch.empty((tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
         problem = _Problem(q, out, cache, metadata, scale * LOG2_E, softcap, window)
         few_registers = self._batch_invariant or cache.k.dtype == torch.float8_e4m3fn

@@ -14,6 +14,7 @@ from pagoda.kernels.attention.triton_tiles import (
     weigh,
 )
 from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.kv_cache.triton_kv_cache import adjacent_heads
 from pagoda.kernels.triton_support import jit_for_any
 
 _WIDEST_WINDOW = 1 << 30  # positions on both sides of a window fit in int32
@@ -33,7 +34,7 @@ def bidirectional_attention(
     """See reference.bidirectional_attention; a bias is for plain torch. A row's bits do not depend on other rows."""
     if bias is not None:
         return library.bidirectional_attention(q, k, v, metadata, scale, window, softcap, bias, first)
-    q, k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k, v))
+    q, k, v = map(adjacent_heads, (q, k, v))
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_rows = k.shape[1], metadata.seq_lens.shape[0]
     group = num_heads // num_kv_heads

@@ -3,7 +3,7 @@
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
-from pagoda.kernels.linear.quantize import quantize_vectors
+from pagoda.kernels.linear.quantize import quantize_vectors, scaled_to
 from pagoda.kernels.rotary.reference import rotary
 
 
@@ -20,11 +20,8 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: KVLayer, metadata: Attenti
 
 def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, K, D] -> (int8 [T, K, D], float32 scale [T, K]): symmetric, largest magnitude becomes 127, ties to even."""
-    wide = x.float()
-    largest = wide.abs().amax(dim=-1)
-    limit = torch.full_like(largest, 127.0)  # torch may multiply with the reciprocal of a number
-    inverse = torch.where(largest > 0, limit / largest, 0)
-    return (wide * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8), largest / limit
+    values, scales = scaled_to(x, 127.0)
+    return values.round().clamp(-127, 127).to(torch.int8), scales
 
 
 QUANTIZERS = {torch.int8: quantize_int8, torch.float8_e4m3fn: quantize_vectors}

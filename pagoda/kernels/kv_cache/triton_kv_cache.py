@@ -132,7 +132,7 @@ def _launch(
     metadata: AttentionMetadata,
     rotate: bool,
 ) -> None:
-    q, k, v = (_adjacent_heads(x) for x in (q, k, v))
+    q, k, v = map(adjacent_heads, (q, k, v))
     tokens, num_kv_heads, head_dim = k.shape
     num_heads = q.shape[1]
     block_h = triton.next_power_of_2(max(num_heads, num_kv_heads))
@@ -156,6 +156,6 @@ def strides_of(cache: KVLayer) -> tuple[int, int, int]:
     return cache.k.stride(0), cache.v.stride(0), 0 if cache.k_scale is None else cache.k_scale.stride(0)
 
 
-def _adjacent_heads(x: torch.Tensor) -> torch.Tensor:
+def adjacent_heads(x: torch.Tensor) -> torch.Tensor:
     """Return x [T, H, D], copied unless the heads of a token are next to each other (as in a fused projection)."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

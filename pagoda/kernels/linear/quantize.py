@@ -320,10 +320,18 @@ def quantize_fp8(weight: torch.Tensor) -> Fp8Weight:
 
 def quantize_vectors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[..., D] -> (float8_e4m3fn [..., D], float32 scales [...]); a vector with NaN has the scale NaN."""
+    values, scales = scaled_to(x, LARGEST_FP8)
+    return values.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn), scales
+
+
+def scaled_to(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [..., D] with `limit` for the largest magnitude of each vector, but for rounding; and the scales [...].
+
+    float32. A vector of zeros has the scale 0.
+    """
     wide = x.float()
     largest = wide.abs().amax(dim=-1)
     # Divide by tensors, and tensors: with a number torch may multiply with the reciprocal, which rounds twice.
-    limit = torch.full_like(largest, LARGEST_FP8)
-    inverse = torch.where(largest > 0, limit / largest, 0)
-    codes = (wide * inverse.unsqueeze(-1)).clamp(-LARGEST_FP8, LARGEST_FP8)
-    return codes.to(torch.float8_e4m3fn), largest / limit
+    limits = torch.full_like(largest, limit)
+    inverse = torch.where(largest > 0, limits / largest, 0)
+    return wide * inverse.unsqueeze(-1), largest / limits

@@ -5,6 +5,7 @@ divided into. With `batch_invariant`, tiles and parts follow from the weight's s
 them by the number of rows as well, and so does ours otherwise.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -100,19 +101,24 @@ class TritonLinear:
 
     def linear(self, x: torch.Tensor, weight: LibraryLinear | TritonWeight) -> torch.Tensor:
         """See reference.linear. weight: not packed."""
-        if isinstance(weight, LibraryLinear):
-            if self._batch_invariant:
-                return self._run(x, plain(weight), x.dtype)
-            return multiply_vector(x, weight, x.dtype) if x.shape[0] == 1 else library.linear(x, weight)
-        return self._run(x, weight, x.dtype)
+        return self._multiply(x, weight, x.dtype, library.linear)
 
     def logits(self, x: torch.Tensor, weight: LibraryLinear | TritonWeight) -> torch.Tensor:
         """See reference.logits. weight: not packed."""
-        if isinstance(weight, LibraryLinear):
-            if self._batch_invariant:
-                return self._run(x, plain(weight), torch.float32)
-            return multiply_vector(x, weight, torch.float32) if x.shape[0] == 1 else library.logits(x, weight)
-        return self._run(x, weight, torch.float32)
+        return self._multiply(x, weight, torch.float32, library.logits)
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        weight: LibraryLinear | TritonWeight,
+        dtype: torch.dtype,
+        by_library: Callable[[torch.Tensor, LibraryLinear], torch.Tensor],
+    ) -> torch.Tensor:
+        if isinstance(weight, TritonWeight):
+            return self._run(x, weight, dtype)
+        if self._batch_invariant:
+            return self._run(x, plain(weight), dtype)
+        return multiply_vector(x, weight, dtype) if x.shape[0] == 1 else by_library(x, weight)
 
     def _run(self, x: torch.Tensor, weight: TritonWeight, dtype: torch.dtype) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()

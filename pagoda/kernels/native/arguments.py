@@ -5,6 +5,7 @@ Running op by op and recording share this: they differ only in what a Rows argum
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -178,9 +179,7 @@ def _set_rows(call: Call, name: str, declared: Rows, facts: RowsFacts) -> None:
         fits = facts.dtype == wanted
     if not fits:
         raise ValueError(f"{op.name}: {name} must be of {wanted!s}, not {facts.dtype.name}")
-    row_elements = 1
-    for size in facts.shape[1:]:
-        row_elements *= size
+    row_elements = prod(facts.shape[1:])
     if not facts.dense or (declared.contiguous and facts.stride != row_elements and facts.shape[0] > 1):
         raise ValueError(
             f"{op.name}: {name} of shape {facts.shape} must be contiguous (its rows are {facts.stride} apart)"

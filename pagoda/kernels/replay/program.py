@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from ctypes import Array, addressof, byref, c_int64, c_void_p, sizeof
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
@@ -39,10 +40,7 @@ class Value:
 
     @property
     def row_elements(self) -> int:
-        elements = 1
-        for size in self.row_shape:
-            elements *= size
-        return elements
+        return prod(self.row_shape)
 
     @property
     def row_bytes(self) -> int:
