@@ -454,7 +454,7 @@ class MXFP4Weights(SafetensorsWeights):
         if not self.has_codes(name):
             return None
         blocks, exponents = self._blocks(name, region)
-        stored = BlockRows("MXFP4", blocks.flatten(1).numpy(), head_order, exponents.numpy())
+        stored = BlockRows("MXFP4_PAIRS", blocks.flatten(1).numpy(), head_order, exponents.numpy())
         held = WeightFormat(MXFP4, BLOCK_VALUES)
         return BlockWeight(
             held, (stored,), region.shape[1], lambda: read_mxfp4(blocks, exponents).reordered(head_order)

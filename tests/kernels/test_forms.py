@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
 from pagoda.base.dtypes import QUANTIZATIONS
 from pagoda.kernels.linear.forms import (
     BFLOAT16,
+    BLOCK_TYPES,
     FP8,
     GGUF_TYPES,
     NATIVE_FORMS,
@@ -22,7 +24,9 @@ from pagoda.kernels.native.header import header
 
 
 def test_gguf_types_are_held_in_forms_that_the_native_kernels_have() -> None:
-    assert set(GGUF_TYPES) <= {kind.name for kind in Kind}
+    assert set(BLOCK_TYPES) - set(GGUF_TYPES) == {"MXFP4_PAIRS"}
+    for name in GGUF_TYPES:
+        assert (BLOCK_TYPES[name].num_values, BLOCK_TYPES[name].num_bytes) == GGML_QUANT_SIZES[Kind[name]]
     assert all(held.native() == held for held in GGUF_TYPES.values())
 
 

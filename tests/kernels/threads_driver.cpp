@@ -82,7 +82,7 @@ void packing() {
         for (uint8_t& byte : *bytes) byte = last = static_cast<uint8_t>(last * 5 + 3);
     for (uint8_t& code : codes) code &= 15;
     PackedLinear weight{nullptr, nullptr, OUT, IN, KIND_Q4, 32, nullptr, nullptr, 1, 0};
-    BlockRows piece{blocks.data(), ROW_BYTES, OUT, nullptr, 2, 0, nullptr, 0};  // of Q4_0
+    BlockRows piece{blocks.data(), ROW_BYTES, OUT, nullptr, BLOCK_Q4_0, 0, nullptr, 0};
     // Rows of words of 8 codes along the inputs, as compressed-tensors has them.
     std::vector<int32_t> groups(IN / 32);
     for (size_t group = 0; group < groups.size(); group++) groups[group] = static_cast<int32_t>(group);

@@ -2,9 +2,8 @@
 
 What else knows forms takes them from here: loading (which form the codes of a checkpoint have), the estimate of memory,
 the header of the native kernels (native/abi.py), and what packs weights for them (packed.py) and for Triton's kernels
-(triton_forms.py). To add one: its entry here, what reads its codes from a checkpoint (of a GGUF type
-loading/gguf_blocks.py, and linear/blocks.cpp for the native kernels), what multiplies it, if no kernel does yet, and a
-test.
+(triton_forms.py). To add one: its entry here, what reads its codes from a checkpoint (of a GGUF type its entry in
+BLOCK_TYPES), what multiplies it, if no kernel does yet, and a test.
 """
 
 from dataclasses import dataclass
@@ -187,21 +186,77 @@ ONLINE_FORMS = {"int8": WeightFormat(Q8, 64), "fp8": WeightFormat(FP8)}
 """What the setting `quantization` makes of a matrix of floats; its other words keep the codes of a checkpoint."""
 
 
-GGUF_TYPES = {
-    "Q8_0": WeightFormat(Q8, 32),
-    "Q5_0": WeightFormat(Q5, 32),
-    "IQ4_NL": WeightFormat(IQ4, 32),
-    "IQ4_XS": WeightFormat(IQ4, 32),
-    "Q5_1": WeightFormat(Q5_MIN, 32),
-    "Q5_K": WeightFormat(Q5_K, 256),
-    "Q6_K": WeightFormat(Q6_K, 256),
-    "Q3_K": WeightFormat(Q4, 16),
-    "Q4_0": WeightFormat(Q4, 32),
-    "Q2_K": WeightFormat(Q2_MIN, 16),
-    "Q4_1": WeightFormat(Q4_MIN, 32),
-    "Q4_K": WeightFormat(Q4_K, 256),
-    "MXFP4": WeightFormat(MXFP4, 32),
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Some bits of the numbers of a block: from the byte `at` on, `bits` of each, 1, 2, 4 or 8.
+
+    run: numbers that are in adjacent bytes: first the lowest bits of `run` bytes, then the next bits of the same bytes,
+        and after the highest ones the next `run` bytes.
+    """
+
+    at: int
+    bits: int
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A block of a file: `num_values` that are next to each other in a row, in `num_bytes`.
+
+    held: how its codes are held.   codes: their bits, lowest first.   added: to each code, modulo 256, to be as those
+        of the form are.
+    scale, minimum: the byte at which a float16 begins, or an exponent of 8 bits; None if the block has none. Of forms
+        with integer scales they are what those count and, negative, what their minima count.
+    integers: the byte at which the integers of such a form begin.
+    factors: a number per group, less `factor_middle`, that is multiplied with `scale`; then, if there is a `minimum`,
+        one per group that its negative is multiplied with. () where groups have all of `scale` and `minimum`.
+    """
+
+    held: WeightFormat
+    num_values: int
+    num_bytes: int
+    codes: tuple[Plane, ...]
+    scale: int | None = 0
+    minimum: int | None = None
+    added: int = 0
+    integers: int = 0
+    factors: tuple[Plane, ...] = ()
+    factor_middle: int = 0
+
+
+BLOCK_TYPES = {
+    "Q8_0": BlockType(WeightFormat(Q8, 32), 32, 34, (Plane(2, 8, 32),), added=128),  # which are signed
+    "Q5_0": BlockType(WeightFormat(Q5, 32), 32, 22, (Plane(6, 4, 16), Plane(2, 1, 1))),
+    "IQ4_NL": BlockType(WeightFormat(IQ4, 32), 32, 18, (Plane(2, 4, 16),)),
+    "IQ4_XS": BlockType(
+        *(WeightFormat(IQ4, 32), 256, 136, (Plane(8, 4, 16),)),
+        factors=(Plane(4, 4, 1), Plane(2, 2, 1)),
+        factor_middle=32,
+    ),
+    "Q5_1": BlockType(WeightFormat(Q5_MIN, 32), 32, 24, (Plane(8, 4, 16), Plane(4, 1, 1)), minimum=2),
+    "Q5_K": BlockType(WeightFormat(Q5_K, 256), 256, 176, (Plane(48, 4, 32), Plane(16, 1, 32)), minimum=2, integers=4),
+    "Q6_K": BlockType(WeightFormat(Q6_K, 256), 256, 210, (Plane(0, 4, 64), Plane(128, 2, 32)), scale=208, integers=192),
+    "Q3_K": BlockType(
+        *(WeightFormat(Q4, 16), 256, 110, (Plane(32, 2, 32), Plane(0, 1, 32))),
+        scale=108,
+        added=4,
+        factors=(Plane(96, 4, 8), Plane(104, 2, 4)),
+        factor_middle=32,
+    ),
+    "Q4_0": BlockType(WeightFormat(Q4, 32), 32, 18, (Plane(2, 4, 16),)),
+    "Q2_K": BlockType(
+        WeightFormat(Q2_MIN, 16), 256, 84, (Plane(16, 2, 32),), scale=80, minimum=82, factors=(Plane(0, 4, 16),)
+    ),
+    "Q4_1": BlockType(WeightFormat(Q4_MIN, 32), 32, 20, (Plane(4, 4, 16),), minimum=2),
+    "Q4_K": BlockType(WeightFormat(Q4_K, 256), 256, 144, (Plane(16, 4, 32),), minimum=2, integers=4),
+    "MXFP4": BlockType(WeightFormat(MXFP4, 32), 32, 17, (Plane(1, 4, 16),)),
+    "MXFP4_PAIRS": BlockType(WeightFormat(MXFP4, 32), 32, 16, (Plane(0, 4, 1),), scale=None),
 }
+"""By the names of GGUF types, which the gguf package defines; MXFP4_PAIRS are GPT-OSS's, whose exponents are elsewhere
+(loading/mxfp4.py). The native kernels know a type by its place here.
+"""
+
+GGUF_TYPES = {name: block.held for name, block in BLOCK_TYPES.items() if block.scale is not None}
 """How the codes of GGUF types are held: with as many bits as they have, or more. Tensors of other types are floats.
 
 Scales that are products (of Q2_K, Q3_K and IQ4_XS) are rounded to float16, nothing else is rounded.

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from gguf.constants import GGMLQuantizationType
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import FLOATS, PANEL, WeightForm
+from pagoda.kernels.linear.forms import BLOCK_TYPES, FLOATS, PANEL, WeightForm
 from pagoda.kernels.linear.quantize import (
     BlockRows,
     BlockWeight,
@@ -322,7 +321,7 @@ def packed_integers(weight: QuantizedWeight) -> torch.Tensor:
 
 def _block_rows(piece: BlockRows) -> Shared:
     record = abi.BlockRows(data=piece.data.ctypes.data, row_bytes=piece.data.strides[0])
-    record.type = GGMLQuantizationType[piece.type]
+    record.type = list(BLOCK_TYPES).index(piece.type)
     if piece.exponents is not None:
         record.exponents, record.exponents_row = piece.exponents.ctypes.data, piece.exponents.strides[0]
     return record

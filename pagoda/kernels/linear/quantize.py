@@ -146,9 +146,9 @@ class Fp8Weight:
 class BlockRows:
     """Rows of blocks as a file has them.
 
-    type: its name in GGUF files.   data: uint8 [rows, bytes of a row], rows any distance apart, in the mapped file.
+    type: its name in BLOCK_TYPES.   data: uint8 [rows, bytes of a row], rows any distance apart, in the mapped file.
     head_order: in which the rows of a head are taken; None: as they are.
-    exponents: uint8 [rows, blocks] of MXFP4 as GPT-OSS has it, in the mapped file (loading/mxfp4.py).
+    exponents: uint8 [rows, blocks] of MXFP4_PAIRS, in the mapped file (loading/mxfp4.py).
     """
 
     type: str

@@ -147,9 +147,8 @@ PackedLinear = struct(
 )  # fmt: skip
 BlockRows = struct(
     "BlockRows",
-    "Rows of blocks in a file, `row_bytes` apart. type: its number in GGUF files.   head_order: in which the `unit` "
-    "rows of a head are taken, or null.   exponents: of MXFP4 blocks that do not contain them, of rows `exponents_row` "
-    "apart.",
+    "Rows of blocks in a file, `row_bytes` apart. type: a Block.   head_order: in which the `unit` rows of a head are "
+    "taken, or null.   exponents: of BLOCK_MXFP4_PAIRS, of rows `exponents_row` apart, else null.",
     data="const void*", row_bytes="int64_t", rows="int64_t", head_order="const int64_t*", type="int32_t",
     unit="int32_t", exponents="const uint8_t*", exponents_row="int64_t",
 )  # fmt: skip

@@ -1,9 +1,20 @@
 """The C header of `abi.py`. `python -m pagoda.kernels.native.header` prints it, for editors and for reading."""
 
+from collections.abc import Sequence
 from ctypes import sizeof
 
 from pagoda.base.ranks import MAX_RANKS
-from pagoda.kernels.linear.forms import K_SEGMENT, NATIVE_FORMS, PANEL, X_GROUP, Offset, WeightForm
+from pagoda.kernels.linear.forms import (
+    BLOCK_TYPES,
+    K_SEGMENT,
+    NATIVE_FORMS,
+    PANEL,
+    X_GROUP,
+    BlockType,
+    Offset,
+    Plane,
+    WeightForm,
+)
 from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, NO_CACHE, STRUCTS, Shared
 from pagoda.ops.declare import Domain
 
@@ -27,7 +38,7 @@ def header() -> str:
     for prefix, enum in ENUMS.items():
         members = ", ".join(f"{prefix}{member.name} = {member.value}" for member in enum)
         lines.append(f"enum {enum.__name__} : int32_t {{ {members} }};")
-    lines += _weight_forms()
+    lines += _weight_forms() + _block_types()
     for shared in STRUCTS.values():
         lines += _struct(shared)
     for name, function in FUNCTIONS.items():
@@ -60,6 +71,32 @@ def _weight_forms() -> list[str]:
         "struct CodeGroup { Kind kind; int32_t size; };",
         f"constexpr CodeGroup CODE_GROUPS[] = {{{groups}}};",
     ]
+
+
+def _block_types() -> list[str]:
+    names = ", ".join(f"BLOCK_{name}" for name in BLOCK_TYPES)
+    types = ", ".join(map(_block_type, BLOCK_TYPES.values()))
+    return [
+        "// Blocks in files, as BlockType and Plane of forms.py say; -1, and planes of 0 bits, stand for none.",
+        f"enum Block : int32_t {{ {names} }};",
+        "struct Plane { int32_t at, bits, run; };",
+        "struct BlockType {",
+        "    Kind kind; int32_t group, values, bytes, scale, minimum, added, integers; Plane codes[2], factors[2];",
+        "    int32_t factor_middle;",
+        "};",
+        f"constexpr BlockType BLOCK_TYPES[] = {{{types}}};",
+    ]
+
+
+def _block_type(of: BlockType) -> str:
+    scale, minimum = (-1 if at is None else at for at in (of.scale, of.minimum))
+    numbers = f"{of.held.group}, {of.num_values}, {of.num_bytes}, {scale}, {minimum}, {of.added}, {of.integers}"
+    codes, factors = map(_planes, (of.codes, of.factors))
+    return f"{{KIND_{of.held.form.name}, {numbers}, {codes}, {factors}, {of.factor_middle}}}"
+
+
+def _planes(planes: Sequence[Plane]) -> str:
+    return "{" + ", ".join(f"{{{of.at}, {of.bits}, {of.run}}}" for of in planes) + "}"
 
 
 def _weight_form(form: WeightForm) -> str:
