@@ -185,7 +185,7 @@ class KVEventPublisher:
             stored, lost = ([_number(one) for one in hashes] for hashes in (event.stored, event.lost))
             told: list[_Told] = []
             if stored:
-                told.append(BlockStored(stored, None, [], 0, lora_id=None, medium=medium, lora_name=None, group_idx=0))
+                told.append(BlockStored(stored, None, [], 0, None, medium, None, None, 0, _KINDS[self._groups[0].kind]))
             return [*told, BlockRemoved(lost, medium, 0)] if lost else told
         spec, hashes = self._groups[event.group], [_number(one) for one in event.hashes]
         if isinstance(event, Removed):

@@ -285,9 +285,13 @@ def test_vllms_own_classes_read_the_events(
     request = request_of(lora=LoraRef("poet", "/adapters/poet", "1"), media=(MediaItem("image", 3, 3),))
     publisher.note(stored(b"a" * 32, b"b" * 32, request=request))
     publisher.note(stored(b"c" * 32, parent=b"b" * 32))
+    publisher.note(TierChanged(1, 0.0, "host", (b"a" * 32, b"b" * 32), ()))
+    publisher.note(TierChanged(1, 0.0, "disk", (b"a" * 32,), (b"c" * 32,)))
     publisher.note(Removed(1, 0.0, 0, (b"a" * 32,)))
     reader = Reader(context, config)
-    ours = reader.events_until(BlockRemoved)
+    ours: list[Any] = []
+    while len(ours) < 7:
+        ours = reader.events_until(BlockRemoved)
     batches = [msgspec.msgpack.decode(payload, type=theirs.KVEventBatch) for _, payload in reader.raw()]
     read = [event for batch in batches for event in batch.events]
     assert {batch.data_parallel_rank for batch in batches} == {0}
@@ -299,4 +303,9 @@ def test_vllms_own_classes_read_the_events(
                 assert [list(one) for one in their.extra_keys] == expected
             else:
                 assert getattr(their, field) == expected
+    media = theirs.MEDIUM_GPU, theirs.MEDIUM_CPU, theirs.MEDIUM_STORAGE
+    assert [getattr(one, "medium", None) for one in read] == [None, *(media[at] for at in (0, 0, 1, 2, 2, 0))]
+    seen = theirs.KVEventAggregator(1)
+    seen.add_events(read[3:])  # those before are of kinds that cannot be counted there once they are decoded
+    assert seen.get_common_events() == read[3:], "each is told from the others"
     publisher.close()
