@@ -1,5 +1,7 @@
 """A model with blocks in files: whatever is found there or goes wrong, each request gets the tokens it gets alone."""
 
+import asyncio
+import hashlib
 import os
 import random
 import time
@@ -20,6 +22,7 @@ from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.engine_core import EngineCore
 from pagoda.tier.records import Records
 from tests.engine.byte_llama import write_byte_llama
+from tests.engine.clients import engine_in_process
 from tests.engine.clients.engine_in_process import run_engine
 from tests.engine.driver import Answers, drive, request, write_tiny_llama
 from tests.engine.test_schedules_agree import BASE, traffic
@@ -127,6 +130,65 @@ def test_a_process_that_is_told_to_end_writes_what_waits(tmp_path: Path, is_rest
 
     run_engine(work, ProcessClient(config, module="tests.engine.slow_disk_engine"), config)
     assert len(files_of(folder)) == len(PROMPT) // 8
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_change_no_token_and_lose_what_was_being_written(
+    tmp_path: Path, host_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine with both parts of a tier, while requests that share their beginnings keep it busy."""
+    monkeypatch.setenv("HOST_FOLDER", str(host_folder))
+    monkeypatch.setattr(engine_in_process, "MOST_S", 600.0)  # of which starts on a busy machine take most
+    (tmp_path / "model").mkdir()
+    model, folder, rng = write_byte_llama(tmp_path / "model"), tmp_path / "tier", random.Random(46)
+    config = config_of(model, folder, host="256KB")
+    begin = rng.choices(range(10, 100), k=24)
+    prompts = [begin + rng.choices(range(10, 100), k=length) for length in range(8, 56, 8) for _ in range(4)]
+    alone = engine(model)
+    expected = [ask(alone, prompt)[0] for prompt in prompts]
+    alone.shutdown()
+    num_right, kills_left = 0, 4
+
+    async def ask_again(llm: AsyncEngine) -> None:
+        nonlocal num_right
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        while kills_left:
+            number = rng.randrange(len(prompts))
+            *_, last = [output async for output in generate(llm, prompts[number], params)]
+            if last.error is None:  # one that was in the batch of two kills is blamed for them
+                assert list(last.outputs[0].token_ids) == expected[number]
+                num_right += 1
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        nonlocal kills_left
+        busy = [asyncio.create_task(ask_again(llm)) for _ in range(6)]
+        while kills_left:
+            until_num = num_right + rng.randrange(4, 40)
+            while num_right < until_num:
+                await asyncio.sleep(rng.random() / 50)
+                assert not any(task.done() for task in busy)
+            there = files_of(folder)
+            await engine_in_process.kill(client)
+            assert set(there) <= set(files_of(folder)), "whatever was there still is"
+            for part in (folder, host_folder):
+                assert all(is_whole(path, part) for path in files_of(part))
+                assert len(list(part.glob("*/writing-*"))) <= 1
+            kills_left -= 1
+        await asyncio.gather(*busy)
+        assert client.stats().tier_hits
+
+    run_engine(work, ProcessClient(config, module="tests.engine.tier_engine"), config)
+    monkeypatch.setattr(CostModel, "added_s", lambda *_: 0.0)
+    last = engine(model, folder)
+    assert [ask(last, prompt)[0] for prompt in prompts] == expected
+    assert last.make_stats().tier_hits
+    last.shutdown()
+
+
+def is_whole(path: Path, folder: Path) -> bool:
+    root, shard, rest = path.relative_to(folder).parts
+    data = path.read_bytes()
+    return hashlib.sha256(root.encode() + bytes.fromhex(shard + rest) + data[32:]).digest() == data[:32]
 
 
 @pytest.mark.parametrize("other", [{"block_size": 16}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
