@@ -54,7 +54,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two nodes with room for a replica each, the first of which has the proxy, too."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv("RAY_ADDRESS", str(cluster.address))
     cluster.add_node(num_cpus=1)
     ray.init(namespace="serve", log_to_driver=False)
     yield cluster
