@@ -188,8 +188,8 @@ def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts:
     if not is_on_host:
         raise ConfigError(
             f"models of architecture {model.spec.architecture!r} do not run on a GPU yet with what reads images or "
-            "audio; take device='cpu', or of Gemma 3 the text model: hf_overrides={'architectures': "
-            "['Gemma3ForCausalLM']}"
+            "audio; take device='cpu', or the text model alone: hf_overrides={'architectures': ['Gemma3ForCausalLM']} "
+            "of Gemma 3, ['Ministral3ForCausalLM'] of Mistral 3"
         )
     if model.media_encoder.whole_items and config.parallel.pipeline_parallel_size > 1:
         raise ConfigError(

@@ -58,7 +58,7 @@ class Linear(Module):
     """x @ weight.T + bias.
 
     outputs: their number, or the parts that are fused and that the checkpoint stores separately.
-    shard, unit, kernel, channels_last, in_pairs: see `Matrix`.
+    shard, unit, kernel, taps, in_pairs: see `Matrix`.
     quantizable: False for small layers that are sensitive, as a router.
     """
 
@@ -71,7 +71,7 @@ class Linear(Module):
         unit: int = 1,
         quantizable: bool = True,
         kernel: tuple[int, ...] = (),
-        channels_last: bool = False,
+        taps: int = 0,
         in_pairs: bool = False,
     ) -> None:
         parts = (Part("", outputs),) if isinstance(outputs, int) else tuple(outputs)
@@ -84,7 +84,7 @@ class Linear(Module):
             unit,
             quantizable=quantizable,
             kernel=kernel,
-            channels_last=channels_last,
+            taps=taps,
             in_pairs=in_pairs,
         )
         self.weight = Parameter[LinearWeight](declared)

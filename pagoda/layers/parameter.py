@@ -121,7 +121,8 @@ class Matrix:
     stacked, 0 for a plain one.   quantizable: False keeps it in the compute dtype.   tied: the parameter of a Table
     whose values it shares.   picked: the rows are made from rows of another stored matrix.
     kernel: the shape of a row in the checkpoint, where that is a convolution whose inputs are laid out so; its elements
-    are the columns.   channels_last: the inputs are laid out with the kernel's first dimension as their last.
+    are the columns.   taps: the checkpoint has so many columns of each input channel next to each other, which are here
+    a tap of all channels after the other; 0 where they are in the order of the inputs.
     in_pairs: there are two parts, gates and what they multiply.
     """
 
@@ -135,7 +136,7 @@ class Matrix:
     tied: "Parameter[Tensor] | None" = None
     picked: PickedRows | None = None
     kernel: tuple[int, ...] = ()
-    channels_last: bool = False
+    taps: int = 0
     in_pairs: bool = False
 
     @property

@@ -12,6 +12,7 @@ class RopeType(Enum):
     YARN = "yarn"
     LONGROPE = "longrope"
     PROPORTIONAL = "proportional"
+    ALTERNATING = "alternating"  # axes take the frequencies of a whole head in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class RopeConfig:
     rotated: the share of a head's elements that it turns, the first ones.   interleaved: the pairs that it turns are
     neighbours in the checkpoint (0 and 1, 2 and 3, ...), not one from each half of the turned elements.
     backwards: the pairs turn the other way round.
-    axes: the pairs are so many equal runs, each with the frequencies of a head of its size and a position of its own
-    (the row and the column of a patch).
+    axes: the pairs are so many equal runs, each with the frequencies of a head of its size (but see ALTERNATING) and a
+    position of its own (the row and the column of a patch).
     """
 
     rope_type: RopeType = RopeType.DEFAULT

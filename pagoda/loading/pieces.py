@@ -113,14 +113,14 @@ class Region:
     """A rectangle of a stored tensor.
 
     index: which of the stacked matrices, None if they are not stacked.   rows, columns: of that matrix; a vector has
-    rows and no columns.   transposed: the tensor is stored [columns, rows].   channels_last: see Matrix.
+    rows and no columns.   transposed: the tensor is stored [columns, rows].   taps: see Matrix.
     """
 
     index: int | None
     rows: range
     columns: range | None
     transposed: bool = False
-    channels_last: bool = False
+    taps: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffi
         else:
             runs = [range(at, at + part.unit) for at in units[rows.start // part.unit : rows.stop // part.unit]]
         for run in runs:
-            region = Region(stored.index, run, columns, transposed, matrix.channels_last)
+            region = Region(stored.index, run, columns, transposed, matrix.taps)
             yield Piece(stored.name, shape, region, part, suffix == "weight" or part.has_bias)
 
 

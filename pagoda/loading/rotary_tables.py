@@ -24,7 +24,10 @@ def build_rotary_tables(
     of LongRoPE, so that a token's angle does not depend on its sequence.
     """
     turned = rope.num_rotated(head_dim)
-    frequencies = inverse_frequencies(rope, turned // rope.axes, longest or num_positions).repeat(rope.axes)
+    if rope.rope_type is RopeType.ALTERNATING:
+        frequencies = inverse_frequencies(rope, turned).view(-1, rope.axes).T.flatten()
+    else:
+        frequencies = inverse_frequencies(rope, turned // rope.axes, longest or num_positions).repeat(rope.axes)
     if freq_factors is not None:
         frequencies = frequencies / freq_factors
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)

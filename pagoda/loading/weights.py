@@ -251,7 +251,9 @@ def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
         tensor = tensor[None]
     tensor = tensor[region.rows.start : region.rows.stop : region.rows.step]
     if tensor.dim() > 2:  # a convolution's
-        tensor = (tensor.movedim(1, -1) if region.channels_last else tensor).flatten(1)
+        tensor = tensor.flatten(1)
+    if region.taps and region.columns is not None:
+        tensor = tensor.unflatten(1, (-1, region.taps)).mT.flatten(1)
     return tensor if region.columns is None else tensor[:, region.columns.start : region.columns.stop]
 
 
@@ -274,6 +276,8 @@ class PackedWeights(SafetensorsWeights):
         stem = self._stem(name)
         if stem is None:
             super().read_into(name, out, region)
+        elif region is not None and region.taps:
+            raise self.wrong(name, "is quantised: the columns of such a matrix change places, which its blocks cannot")
         else:
             turned = None
             if region is not None and region.transposed and region.columns is not None:

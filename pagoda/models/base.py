@@ -207,6 +207,13 @@ class Encoder(Model):
         """Return what the encoder computes of an item that `num_outputs` accepts."""
         raise NotImplementedError
 
+    def has_own_embedding(self, grid: tuple[int, ...]) -> np.ndarray | None:
+        """Return which of an item's tokens keep their embedding, bool [outputs]: those outputs are not read.
+
+        None: all outputs take the place of their tokens'.
+        """
+        return None
+
 
 def check_finite(media: Sequence[MediaItem]) -> None:
     """Raise RequestError for features that are not all finite numbers."""

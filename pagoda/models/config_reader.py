@@ -217,7 +217,8 @@ def read_rope_parameters(
 
     may_be_partial: the caller reads `partial_rotary_factor`.
     """
-    supported = [kind.value for kind in RopeType if kind is not RopeType.PROPORTIONAL]  # gemma4.py reads that
+    # gemma4.py reads the first of these, and pixtral.py has the other.
+    supported = [kind.value for kind in RopeType if kind not in (RopeType.PROPORTIONAL, RopeType.ALTERNATING)]
     kind = RopeType(parameters.choice("rope_type" if parameters.has("rope_type") else "type", supported, "default"))
     if not may_be_partial:
         parameters.refuse("partial_rotary_factor", 1, 1.0)

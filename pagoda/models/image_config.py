@@ -56,6 +56,7 @@ class Idefics3Images:
     scale_factor: int
 
     placeholder = image_token = "<image>"
+    tokens = (image_token,)
 
     @property
     def tokens_per_tile(self) -> int:
@@ -86,6 +87,7 @@ class Qwen2VLImages:
     merge_size: int
 
     placeholder = image_token = "<|image_pad|>"
+    tokens = (image_token,)
 
     @property
     def max_item_tokens(self) -> int:
@@ -114,15 +116,40 @@ class Gemma3Images:
 
     placeholder = "<start_of_image>"
     image_token = "<image_soft_token>"
+    tokens = (image_token,)
 
     @property
     def max_item_tokens(self) -> int:
         return self.tokens_per_image
 
 
-ImageConfig = Idefics3Images | Qwen2VLImages | Gemma3Images
+@dataclass(frozen=True, slots=True)
+class PixtralImages:
+    """Pixtral, of Mistral 3: an image is resized to whole tokens, shrunk if an edge is longer than `longest_edge`.
+
+    A MediaItem is one image: features float32 [rows * columns, 3 * patch_size ** 2], patches row by row, a patch in the
+    order (channel, y, x); grid = (rows, columns), in patches; length = rows / merge_size * (columns / merge_size + 1):
+    each row of tokens ends with one that has its own embedding.
+    """
+
+    pixels: PixelConfig
+    longest_edge: int
+    patch_size: int
+    merge_size: int
+
+    placeholder = image_token = "[IMG]"
+    row_end, image_end = "[IMG_BREAK]", "[IMG_END]"
+    tokens = (image_token, row_end, image_end)
+
+    @property
+    def max_item_tokens(self) -> int:
+        side = math.ceil(self.longest_edge / (self.patch_size * self.merge_size))
+        return side * (side + 1)
+
+
+ImageConfig = Idefics3Images | Qwen2VLImages | Gemma3Images | PixtralImages
 """placeholder: what a chat template writes for an image.   image_token: what stands for each row of the tower's output.
-max_item_tokens: the longest MediaItem."""
+tokens: those of a MediaItem.   max_item_tokens: the longest MediaItem."""
 
 
 def read_image_config(config: ConfigReader, processor: ConfigReader, preprocessor: ConfigReader) -> ImageConfig:
@@ -145,10 +172,13 @@ def read_image_config(config: ConfigReader, processor: ConfigReader, preprocesso
             return _read_qwen2_vl(preprocessor)
         case "Gemma3ImageProcessor":
             return _read_gemma3(config, processor, preprocessor)
+        case "PixtralImageProcessor":
+            return _read_pixtral(config, processor, preprocessor)
         case _:
             raise ConfigError(
                 f"{preprocessor.origin}: image_processor_type {abbreviate(kind)} is not supported; supported: "
-                "Idefics3ImageProcessor, SmolVLMImageProcessor, Qwen2VLImageProcessor, Gemma3ImageProcessor"
+                "Idefics3ImageProcessor, SmolVLMImageProcessor, Qwen2VLImageProcessor, Gemma3ImageProcessor, "
+                "PixtralImageProcessor"
             )
 
 
@@ -209,6 +239,24 @@ def _read_gemma3(config: ConfigReader, processor: ConfigReader, preprocessor: Co
             f"{config.origin}: mm_tokens_per_image = {stated}, but {processor.origin} has image_seq_length = "
             f"{read.tokens_per_image}"
         )
+    return read
+
+
+def _read_pixtral(config: ConfigReader, processor: ConfigReader, preprocessor: ConfigReader) -> PixtralImages:
+    read = PixtralImages(
+        _read_pixels(preprocessor, _BICUBIC, _CLIP_MEAN, _CLIP_STD),
+        longest_edge=_edge(preprocessor, "size", 1024),
+        patch_size=_vision(config).integer("patch_size", 16, most=_LARGEST_EDGE),
+        merge_size=config.integer("spatial_merge_size", 2, most=16),
+    )
+    stated = processor.integer("patch_size", 16) * processor.integer("spatial_merge_size", 1)
+    if stated != read.patch_size * read.merge_size:
+        raise ConfigError(
+            f"{processor.origin}: patch_size times spatial_merge_size is {stated}, but in {config.origin} it is "
+            f"{read.patch_size * read.merge_size}"
+        )
+    for name, token in zip(("image_token", "image_break_token", "image_end_token"), read.tokens, strict=True):
+        processor.expect(name, token)
     return read
 
 

@@ -1,13 +1,14 @@
 """Mistral: a Llama with a sliding window in every layer, if the checkpoint sets one. Mixtral: with experts in place of
 every MLP. Ministral 3: queries are scaled by their position. Its checkpoints, and those of Mistral Small 3.1 and of
-Mistral 4, have a vision tower, which is not loaded.
+Mistral 4, have a vision tower (pixtral.py). `Ministral3ForCausalLM` in place of a checkpoint's architecture serves its
+text model alone.
 
 A GGUF names the architecture of both "llama": a Mistral is loaded as a Llama, and a Mixtral is one with experts.
 """
 
 from dataclasses import replace
 
-from pagoda.models import mistral4
+from pagoda.models import mistral4, pixtral
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder, read_experts
@@ -51,17 +52,24 @@ MIXTRAL = Architecture(
 )
 
 
-def _read_mistral3(config: ConfigReader) -> DecoderConfig:
+def _read_mistral3(config: ConfigReader) -> DecoderConfig | pixtral.WithPixtralConfig:
     text = config.text_settings()
     is_fourth = text.text("model_type", "") == "mistral4"
-    return mistral4.read(text) if is_fourth else read(text, "mistral3")
+    return pixtral.with_tower(config, mistral4.read(text) if is_fourth else read(text, "mistral3"))
+
+
+_VISION = (((r"^(model|lm_head)\.", r"language_model.\1."), ""), ((r"^model\.", "model.language_model."), "model."))
+"""How checkpoints name the text model, and what stands before the names of the tower and of the projector."""
 
 
 MISTRAL3 = Architecture(
     name="mistral3",
     title="Ministral 3",
-    hf_names=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
-    model=Llama,
+    hf_names=("Ministral3ForCausalLM", pixtral.WITH_VISION),
+    model=pixtral.make_model,
     read=_read_mistral3,
-    hf=mistral4.NAMINGS,
+    hf=(
+        *mistral4.NAMINGS,
+        *(Naming(substitutions=(*mistral4.EXPERTS, text, (r"^vision\.", before))) for text, before in _VISION),
+    ),
 )

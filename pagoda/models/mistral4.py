@@ -7,7 +7,7 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig
 from pagoda.models.deepseek import TENSORS, read_latent, with_names_of_others
 from pagoda.models.llama import Llama
-from pagoda.models.naming import MULTIMODAL, Naming
+from pagoda.models.naming import MULTIMODAL, STACKED_EXPERTS, Naming
 
 _DEFAULTS: dict[str, object] = {
     "kv_lora_rank": 256,
@@ -43,11 +43,8 @@ def read(config: ConfigReader) -> DecoderConfig:
     return read_latent(with_names_of_others(config), "mistral4", groups, renormalize, interleaved)
 
 
-_STACKED = (
-    (r"\.mlp\.experts\.(\d+)\.(?:gate|up)_proj\.weight$", r".mlp.experts.gate_up_proj[\1]"),
-    (r"\.mlp\.experts\.(\d+)\.down_proj\.weight$", r".mlp.experts.down_proj[\1]"),
-)
-NAMINGS = tuple(Naming(substitutions=(*TENSORS, *_STACKED, *of_all.substitutions)) for of_all in MULTIMODAL)
+EXPERTS = (*TENSORS, *STACKED_EXPERTS)
+NAMINGS = tuple(Naming(substitutions=(*EXPERTS, *of_all.substitutions)) for of_all in MULTIMODAL)
 
 MISTRAL4 = Architecture(
     name="mistral4",

@@ -103,7 +103,7 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         NANOCHAT,
         LLAMA4,
     ),
-    "text and images": (IDEFICS3, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA3),
+    "text and images": (IDEFICS3, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5, QWEN3_5_MOE, GEMMA3, MISTRAL3),
     "embeddings": (BERT, ROBERTA, MODERNBERT),
     "encoder and decoder": (WHISPER, BART, T5, MT5),
 }

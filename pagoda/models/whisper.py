@@ -69,7 +69,7 @@ class WhisperEncoder(Encoder):
         # The frames' neighbours are put next to them before they come, and those of the first layer's outputs by
         # `select_rows`.
         self.conv1 = Linear(3 * config.num_mels, size, bias=True, kernel=(config.num_mels, 3), quantizable=False)
-        self.conv2 = Linear(3 * size, size, bias=True, kernel=(size, 3), channels_last=True, quantizable=False)
+        self.conv2 = Linear(3 * size, size, bias=True, kernel=(size, 3), taps=3, quantizable=False)
         self.embed_positions = Embedding(self.spec.max_position, size, is_divided=False)
         self.layers = [WhisperLayer(self.spec, config.activation, 0, k_bias=False) for _ in range(self.spec.num_layers)]
         self.layer_norm = LayerNorm(size, NORM_EPS)

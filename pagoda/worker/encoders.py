@@ -91,10 +91,13 @@ class EncoderOutputs:
             items, begin = self._items[row], int(ends[i]) - num_new
             for item in items:
                 first, last = max(start, item.offset), min(start + num_new, item.end)
-                if first < last:
-                    values.append(self._kept(item)[first - item.offset : last - item.offset])
-                    index.append(np.arange(begin + first - start, begin + last - start, dtype=np.int64))
-                    seen.append(np.full(last - first, item.end - 1, np.int32))
+                places = np.arange(first, last)
+                if (own := self._encoder.has_own_embedding(item.grid)) is not None:
+                    places = places[~own[places - item.offset]]
+                if len(places):
+                    values.append(self._rows_of(item, places - item.offset))
+                    index.append(places + (begin - start))
+                    seen.append(np.full(len(places), item.end - 1, np.int32))
             if start + num_new >= _end(items):
                 del self._items[row]
         if not values:
@@ -123,6 +126,13 @@ class EncoderOutputs:
         for run in output.encoder_runs:
             self._items.pop(run.row, None)
         return StepStates(torch.cat(values), np.concatenate(rows), np.concatenate(positions)) if values else None
+
+    def _rows_of(self, item: MediaItem, rows: np.ndarray) -> torch.Tensor:
+        """Return rows of the item's output, ascending; without a copy where they are adjacent."""
+        kept = self._kept(item)
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return kept[rows[0] : rows[-1] + 1]
+        return kept[torch.from_numpy(rows).to(kept.device)]
 
     def _kept(self, item: MediaItem) -> torch.Tensor:
         """Return the item's output; zeros if its run failed in an earlier step: then its tokens are computed again."""

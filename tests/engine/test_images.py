@@ -22,8 +22,9 @@ PLACES = {
     "idefics3": "<image>",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": "<start_of_image>",
+    "pixtral": "[IMG]",
 }
-FAMILIES = ("idefics3", "qwen2_vl", "gemma3")
+FAMILIES = tuple(PLACES)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -69,8 +70,8 @@ def test_the_answer_is_that_of_transformers(llm: LLM, family: str) -> None:
         if pictures:
             nested = [pictures] if family == "idefics3" else pictures
             found = image_processor(family)(images=nested, return_tensors="pt")
-            given = {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
-        if family != "idefics3" and pictures:
+            given = {name: found[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in found}
+        if family in ("qwen2_vl", "gemma3") and pictures:
             name = "mm_token_type_ids" if family == "qwen2_vl" else "token_type_ids"
             given[name] = (torch.tensor([ids]) == model.config.image_token_id).int()
         with torch.inference_mode():

@@ -30,8 +30,8 @@ from tests.models.tiny_vision import (
     QWEN,
     item,
     make_vision,
-    num_tokens,
     picture_inputs,
+    tokens_of_picture,
 )
 
 MAX_MODEL_LEN = 96
@@ -85,7 +85,7 @@ def watched(name: str, number: int) -> Watched:
             ids += rng.integers(8, VOCAB, part).tolist()
             continue
         media.append(item(name, int(part), len(ids)))
-        ids += [IMAGE] * num_tokens(name, int(part))
+        ids += tokens_of_picture(name, int(part))
     return Watched(ids, GREEDY, 100 * number, media=tuple(media))
 
 

@@ -1,11 +1,13 @@
 """Regions of packed matrices: rows in another order, columns that end within a group, scales of a whole matrix."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.quantize import values_of
 from pagoda.loading.pieces import Region
 from pagoda.loading.quantization import BYTES, GPTQ, PACKED, PackedFormat
@@ -94,3 +96,9 @@ def test_a_zero_point_of_the_whole_matrix(layout: str, bits: int, tmp_path: Path
         codes = ((packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1) - middle
     expected = (codes - tensors["weight_zero_point"].int()) * tensors["weight_scale"].float()
     assert torch.equal(values(opened(tmp_path, stored, tensors)), expected)
+
+
+def test_columns_that_change_places_are_refused(tmp_path: Path) -> None:
+    weights = opened(tmp_path, *CASES["groups as they are held"])
+    with pytest.raises(ConfigError, match=r"layer\.weight' is quantised: the columns of such a matrix change places"):
+        weights.read_into("layer.weight", torch.empty(OUT, IN), replace(WHOLE, taps=4))

@@ -77,9 +77,8 @@ OF_FAMILY: dict[str, dict[str, str]] = {
     "mistral3": {
         "rope_parameters.type": "an older name of rope_type",
         "rope_parameters.max_position_embeddings": "that of the model counts",
-        "vision_config": _TOWER,
-        **dict.fromkeys(("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"), _TOWER),
-        "vision_feature_layer": _TOWER,
+        "vision_config.dtype": _OF_TEXT,
+        "vision_config.vocab_size": "a tower has no words",
     },
     "llama4": {"vision_config": _TOWER},
     "deepseek_v2": _LATENT,

@@ -4,7 +4,14 @@ import pytest
 
 from pagoda.base.errors import ConfigError
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.image_config import Gemma3Images, Idefics3Images, PixelConfig, Qwen2VLImages, read_image_config
+from pagoda.models.image_config import (
+    Gemma3Images,
+    Idefics3Images,
+    PixelConfig,
+    PixtralImages,
+    Qwen2VLImages,
+    read_image_config,
+)
 
 SMOLVLM = {"image_processor_type": "Idefics3ImageProcessor", "max_image_size": {"longest_edge": 512}}
 SMOLVLM_CONFIG = {"scale_factor": 4, "vision_config": {"image_size": 512, "patch_size": 16}}
@@ -46,6 +53,16 @@ def test_gemma3_has_one_square_of_256_tokens():
     assert (images.height, images.patch_size, images.max_item_tokens) == (896, 14, 256)
 
 
+PIXTRAL = {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 1540}}
+PIXTRAL_CONFIG = {"vision_config": {"patch_size": 14}, "spatial_merge_size": 2}
+
+
+def test_pixtral_has_a_token_more_for_each_row():
+    images = read(PIXTRAL, PIXTRAL_CONFIG, {"patch_size": 14, "spatial_merge_size": 2, "image_token": "[IMG]"})
+    assert isinstance(images, PixtralImages)
+    assert (images.longest_edge, images.max_item_tokens) == (1540, 55 * 56)
+
+
 @pytest.mark.parametrize(
     ("preprocessor", "config", "processor", "error"),
     [
@@ -54,6 +71,13 @@ def test_gemma3_has_one_square_of_256_tokens():
         ({"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": True}, {}, {}, "do_pan_and_scan = True"),
         (SMOLVLM, {**SMOLVLM_CONFIG, "vision_config": {"image_size": 384}}, {}, "must be equal"),
         (SMOLVLM, SMOLVLM_CONFIG, {"image_seq_len": 169}, "image_seq_len = 169, but config.json: vision_config makes"),
+        (PIXTRAL, PIXTRAL_CONFIG, {"patch_size": 14}, "spatial_merge_size is 14, but in config.json it is 28"),
+        (
+            PIXTRAL,
+            PIXTRAL_CONFIG,
+            {"patch_size": 28, "image_end_token": "[E]"},
+            r"image_end_token = '\[E\]', expected \[IMG_END\]",
+        ),
         ({**SMOLVLM, "resample": "best"}, SMOLVLM_CONFIG, {}, "resample = 'best', expected the number of one"),
         ({**SMOLVLM, "image_mean": [0.5]}, SMOLVLM_CONFIG, {}, "image_mean = .*, expected three numbers"),
     ],

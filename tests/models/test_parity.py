@@ -136,7 +136,7 @@ def test_gemma_4_is_read_from_a_checkpoint_with_towers(tmp_path: Path, on: Devic
 
 
 def test_mistral_4_is_read_from_a_checkpoint_with_a_tower(tmp_path: Path, on: DeviceUnderTest):
-    """Its weights are left out. The tower's model is the one that Mistral Small 3.1 and Ministral 3 have."""
+    """It is the one that Mistral Small 3.1 and Ministral 3 have: see test_vision_towers.py."""
     on.must_compute("mistral4")
     config = transformers.Mistral3Config(
         text_config=CONFIGS["mistral4"]().to_dict(),

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Idefics3Config,
+    Mistral3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -123,6 +124,14 @@ def _gemma3() -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _mistral3() -> PretrainedConfig:
+    tower = {**_TOWER, "model_type": "pixtral", "image_size": 48}
+    text = {**_TEXT, **_EVEN_HEADS, "model_type": "mistral", "head_dim": 16}
+    return Mistral3Config(
+        text_config=text, vision_config=tower, image_token_index=IMAGE, spatial_merge_size=2, tie_word_embeddings=False
+    )
+
+
 CONFIGS = {
     "smolvlm": lambda: SmolVLMConfig(
         text_config=_TEXT, vision_config=_TOWER, scale_factor=2, image_token_id=IMAGE, tie_word_embeddings=False
@@ -133,6 +142,7 @@ CONFIGS = {
     "qwen3-vl-moe": _qwen3_vl_moe,
     "qwen3.5": _qwen3_5,
     "gemma3": _gemma3,
+    "mistral3": _mistral3,
 }
 
 QWEN = ("qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5")
@@ -140,7 +150,11 @@ NEEDS_SEPARATORS = (*QWEN, "gemma3")
 """transformers takes pictures without a token between them for one."""
 
 _GRIDS = ((1, 6, 10), (1, 8, 4), (1, 2, 2), (1, 4, 12))
-"""Rows and columns of patches of Qwen's pictures: windows cut off on either side, one smaller than a window."""
+"""Rows and columns of patches of Qwen's pictures: windows cut off on either side, one smaller than a window. And of
+Mistral's, without the first number."""
+
+_ROW_END, _IMAGE_END = 4, 5
+"""Tokens of Mistral's pictures, after each row of tokens and after the last one."""
 
 
 def make_vision(name: str, seed: int = 0) -> PreTrainedModel:
@@ -181,6 +195,9 @@ def picture(name: str, number: int) -> tuple[np.ndarray, tuple[int, ...]]:
         grid = _GRIDS[number % len(_GRIDS)]
         return torch.randn(grid[1] * grid[2], 3 * 2 * 4 * 4, generator=generator).numpy(), grid
     tower = CONFIGS[name]().vision_config
+    if name == "mistral3":
+        _, *grid = _GRIDS[number % len(_GRIDS)]
+        return torch.randn(grid[0] * grid[1], 3 * tower.patch_size**2, generator=generator).numpy(), tuple(grid)
     side = tower.image_size // tower.patch_size
     return torch.randn(side * side, 3 * tower.patch_size**2, generator=generator).numpy(), (side, side)
 
@@ -191,23 +208,32 @@ def picture_inputs(name: str, numbers: Sequence[int]) -> dict[str, torch.Tensor]
     values = [torch.from_numpy(one) for one in features]
     if name in QWEN:
         return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
-    rows, columns = grids[0]
     patch = CONFIGS[name]().vision_config.patch_size
-    images = torch.stack(values).view(-1, rows, columns, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
-    images = images.flatten(4).flatten(2, 3)
-    return {"pixel_values": images if name == "gemma3" else images[None]}
+    images = [
+        one.view(*grid, 3, patch, patch).permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
+        for one, grid in zip(values, grids, strict=True)
+    ]
+    if name == "mistral3":
+        sizes = torch.tensor([one.shape[1:] for one in images])
+        height, width = sizes.amax(0).tolist()
+        padded = [torch.nn.functional.pad(one, (0, width - one.shape[2], 0, height - one.shape[1])) for one in images]
+        return {"pixel_values": torch.stack(padded), "image_sizes": sizes}
+    return {"pixel_values": torch.stack(images) if name == "gemma3" else torch.stack(images)[None]}
 
 
-def num_tokens(name: str, number: int) -> int:
-    """Return how many of the prompt's tokens stand for picture `number`."""
-    config, (features, _) = CONFIGS[name](), picture(name, number)
+def tokens_of_picture(name: str, number: int) -> list[int]:
+    """Return the prompt's tokens that stand for picture `number`."""
+    config, (features, grid) = CONFIGS[name](), picture(name, number)
     if name == "gemma3":
-        return config.mm_tokens_per_image
+        return [IMAGE] * config.mm_tokens_per_image
+    if name == "mistral3":
+        rows, columns = (size // config.spatial_merge_size for size in grid)
+        return [*([*([IMAGE] * columns), _ROW_END] * rows)[:-1], _IMAGE_END]
     merged = config.vision_config.spatial_merge_size if name in QWEN else config.scale_factor
-    return len(features) // merged**2
+    return [IMAGE] * (len(features) // merged**2)
 
 
 def item(name: str, number: int, offset: int) -> MediaItem:
     """Return picture `number` as an item of a request."""
     features, grid = picture(name, number)
-    return MediaItem(f"picture {number}", offset, num_tokens(name, number), features, grid)
+    return MediaItem(f"picture {number}", offset, len(tokens_of_picture(name, number)), features, grid)

@@ -16,6 +16,7 @@ from pagoda.models.image_config import (
     Idefics3Images,
     ImageConfig,
     PixelConfig,
+    PixtralImages,
     Qwen2VLImages,
 )
 
@@ -55,6 +56,8 @@ def process_image(image: "Image", config: ImageConfig, where: str) -> ProcessedI
             return _process_qwen2_vl(image, config, where)
         case Gemma3Images():
             return _process_gemma3(image, config)
+        case PixtralImages():
+            return _process_pixtral(image, config, where)
 
 
 def num_image_tokens(width: int, height: int, config: ImageConfig) -> int:
@@ -70,6 +73,9 @@ def num_image_tokens(width: int, height: int, config: ImageConfig) -> int:
             return width * height // (config.patch_size * config.merge_size) ** 2
         case Gemma3Images():
             return config.tokens_per_image
+        case PixtralImages():
+            columns, rows = _pixtral_size(width, height, config)
+            return rows * (columns + 1)
 
 
 # ---- Idefics3
@@ -189,6 +195,34 @@ def _process_gemma3(image: "Image", config: Gemma3Images) -> ProcessedImage:
     item = ImageFeatures(features, grid, config.tokens_per_image)
     tokens = config.image_token * config.tokens_per_image
     return ProcessedImage((item,), f"\n\n{config.placeholder}{tokens}<end_of_image>\n\n")
+
+
+# ---- Pixtral
+
+
+def _process_pixtral(image: "Image", config: PixtralImages, where: str) -> ProcessedImage:
+    columns, rows = _pixtral_size(*image.size, config)
+    if not columns or not rows:
+        raise RequestError(
+            f"{where}: an image of {image.width} x {image.height} pixels is too narrow for this model: its longer edge "
+            f"becomes {config.longest_edge} pixels, and the shorter one none",
+            where,
+        )
+    factor = config.patch_size * config.merge_size
+    image = image.resize((columns * factor, rows * factor), config.pixels.resample)
+    features = _patches(np.asarray(image), config.pixels, config.patch_size)
+    item = ImageFeatures(features, (rows * config.merge_size, columns * config.merge_size), rows * (columns + 1))
+    row = config.image_token * columns
+    return ProcessedImage((item,), (row + config.row_end) * (rows - 1) + row + config.image_end)
+
+
+def _pixtral_size(width: int, height: int, config: PixtralImages) -> tuple[int, int]:
+    """Return how many tokens an image has along its width and its height; 0 for an edge that would be no pixel."""
+    ratio = max(height / config.longest_edge, width / config.longest_edge)
+    if ratio > 1:
+        width, height = math.floor(width / ratio), math.floor(height / ratio)
+    factor = config.patch_size * config.merge_size
+    return math.ceil(width / factor), math.ceil(height / factor)
 
 
 # ---- what they share

@@ -19,7 +19,7 @@ from pagoda.models.image_config import ImageConfig
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_TOKEN = re.compile(r"<[^<>\s]+>")
+_TOKEN = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 class ImagePrompts:
@@ -37,10 +37,11 @@ class ImagePrompts:
         self._marks = tokenizer.facts.marks
         self._limits = limits
         self._allowed_domains = allowed_domains
-        for token in (config.placeholder, config.image_token):
+        for token in (config.placeholder, *config.tokens):
             if token not in self._marks.texts:
                 raise ConfigError(f"the tokenizer has no special token {token!r}, which this model needs for images")
-        (self.image_token_id,) = tokenizer.encode(config.image_token, add_special_tokens=False)
+        self._token_ids = [tokenizer.encode(token, add_special_tokens=False)[0] for token in config.tokens]
+        self.image_token_id = self._token_ids[0]
 
     def check_count(self, sources: Sequence[ImageSource]) -> None:
         """Raise RequestError for more images than a prompt may have."""
@@ -94,7 +95,7 @@ class ImagePrompts:
 
         Raises RequestError if the prompt has other image tokens than those of its images.
         """
-        places = np.flatnonzero(np.asarray(token_ids) == self.image_token_id)
+        places = np.flatnonzero(np.isin(token_ids, self._token_ids))
         lengths = np.array([item.length for item in features])
         ends = np.cumsum(lengths)
         if len(places) != ends[-1] or (places[ends - 1] - places[ends - lengths] != lengths - 1).any():

@@ -15,6 +15,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -33,6 +34,7 @@ SPECIAL = {
     ),
     "qwen2_vl": ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"),
     "gemma3": ("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    "pixtral": ("[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "</s>"),
 }
 TEMPLATES = {
     # Contents are parts, and nothing else; the role is followed by a space unless an image comes first.
@@ -56,6 +58,12 @@ TEMPLATES = {
         "{% if part.type == 'image' %}{{ '<start_of_image>' }}{% else %}{{ part.text | trim }}{% endif %}{% endfor %}"
         "{% endif %}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     ),
+    "pixtral": (
+        "{% for message in messages %}{{ '[INST]' if message.role == 'user' else '' }}"
+        "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% else %}[IMG]{% endif %}{% endfor %}{% endif %}"
+        "{{ '[/INST]' if message.role == 'user' else '</s>' }}{% endfor %}"
+    ),
 }
 FAMILIES = tuple(TEMPLATES)
 
@@ -77,6 +85,8 @@ def image_processor(family):
         return Idefics3ImageProcessorPil(size={"longest_edge": 96}, max_image_size={"longest_edge": 32})
     if family == "qwen2_vl":
         return Qwen2VLImageProcessorPil(min_pixels=4 * 784, max_pixels=30 * 784)
+    if family == "pixtral":
+        return PixtralImageProcessorPil(size={"longest_edge": 96})
     return Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
 
 
@@ -84,6 +94,10 @@ CONFIGS = {
     "idefics3": ({"scale_factor": 2, "vision_config": {"image_size": 32, "patch_size": 8}}, {"image_seq_len": 4}),
     "qwen2_vl": ({}, {}),
     "gemma3": ({"mm_tokens_per_image": 4, "vision_config": {"patch_size": 14}}, {"image_seq_length": 4}),
+    "pixtral": (
+        {"spatial_merge_size": 2, "vision_config": {"patch_size": 8}},
+        {"patch_size": 8, "spatial_merge_size": 2},
+    ),
 }
 
 
@@ -107,6 +121,12 @@ def inputs_of(family, limits=None, parses=False, domains=(), template=None, max_
     return InputProcessor(tokenizer, bounds, 0, parses, images=images, model_name="tiny")
 
 
+def tokens_of_pixtral(height, width):
+    """Return what PixtralProcessor.replace_image_token makes of an image that was resized to this size."""
+    rows = [["[IMG]"] * (width // 16) + ["[IMG_BREAK]"] for _ in range(height // 16)]
+    return "".join([token for row in rows for token in row][:-1]) + "[IMG_END]"
+
+
 def expected_ids(family, text, images):
     """Return what transformers' processor makes of a rendered prompt and its images."""
     names = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
@@ -117,11 +137,15 @@ def expected_ids(family, text, images):
         whole = Idefics3Processor(processor, tokenizer, image_seq_len=4)
     elif family == "gemma3":
         whole = Gemma3Processor(processor, tokenizer, image_seq_length=4)
-    else:  # its constructor needs a processor of videos, and that needs torchvision
+    else:  # their modules and constructors need torchvision, of which they use nothing
         found = processor(images=images, return_tensors="np")
-        own = SimpleNamespace(image_processor=processor, image_token="<|image_pad|>")
-        written = [Qwen2_5_VLProcessor.replace_image_token(own, found, index) for index in range(len(images))]
-        pieces = text.split(own.image_token)
+        if family == "pixtral":
+            place, written = "[IMG]", [tokens_of_pixtral(*size) for size in found["image_sizes"].tolist()]
+        else:
+            place = "<|image_pad|>"
+            own = SimpleNamespace(image_processor=processor, image_token=place)
+            written = [Qwen2_5_VLProcessor.replace_image_token(own, found, index) for index in range(len(images))]
+        pieces = text.split(place)
         joined = "".join(piece + tokens for piece, tokens in zip(pieces, [*written, ""], strict=True))
         return tokenizer(joined)["input_ids"]
     return whole(text=text, images=images)["input_ids"][0]
@@ -169,6 +193,15 @@ def make_model(family):
             eoi_token_index=special["<end_of_image>"],
         )
         kind = transformers.Gemma3ForConditionalGeneration
+    elif family == "pixtral":
+        config = transformers.Mistral3Config(
+            text_config={"model_type": "mistral", **text, "head_dim": 32},
+            vision_config={"model_type": "pixtral", **tower, "image_size": 96, "patch_size": 8},
+            spatial_merge_size=2,
+            image_token_index=special["[IMG]"],
+            tie_word_embeddings=False,
+        )
+        kind = transformers.Mistral3ForConditionalGeneration
     else:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
         tower |= {"depth": 2, "num_heads": 2, "window_size": 56, "fullatt_block_indexes": [1], "out_hidden_size": 64}

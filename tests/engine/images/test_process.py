@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
@@ -115,3 +116,32 @@ def test_gemma3_squares_are_those_of_transformers(size):
 
 
 GEMMA = {"image_seq_length": 4}
+
+
+PIXTRAL = {"vision_config": {"patch_size": 8}, "spatial_merge_size": 2}, {"patch_size": 8, "spatial_merge_size": 2}
+
+
+NORMAL_SIZES = [one for one in SIZES if max(one) < 100 * min(one)]
+
+
+@pytest.mark.parametrize("size", [*NORMAL_SIZES, (16, 96), (96, 17), (96, 1), (300, 200)])
+def test_pixtral_patches_are_those_of_transformers(size):
+    processor = PixtralImageProcessorPil(size={"longest_edge": 96})
+    config = config_of(processor, *PIXTRAL)
+    image = image_of(size)
+    expected = processor(images=image, return_tensors="np")
+    got = process_image(image, config, "image")
+    (item,) = got.items
+    height, width = expected["image_sizes"][0]
+    assert item.grid == (height // 8, width // 8)
+    np.testing.assert_array_equal(item.features, patches_of(expected["pixel_values"], 8)[0])
+    rows, columns = height // 16, width // 16
+    assert item.length == num_image_tokens(*size, config) == rows * (columns + 1) <= config.max_item_tokens
+    assert got.text.split("[IMG_BREAK]") == ["[IMG]" * columns] * (rows - 1) + ["[IMG]" * columns + "[IMG_END]"]
+
+
+@pytest.mark.parametrize("size", [(500, 3), (3, 500)])
+def test_an_image_that_pixtral_cannot_read_is_refused(size):
+    config = config_of(PixtralImageProcessorPil(size={"longest_edge": 96}), *PIXTRAL)
+    with pytest.raises(RequestError, match=f"messages\\[0\\]: an image of {size[0]} x {size[1]} pixels is too narrow"):
+        process_image(image_of(size), config, "messages[0]")

@@ -74,8 +74,8 @@ def test_every_item_stands_for_the_next_image_tokens(family):
     inputs = inputs_of(family)
     images = [image_of(70, 41), image_of(31, 90, 1)]
     rendered = inputs.chats.render([{"role": "user", "content": [part(images[0]), TEXT, part(images[1])]}])
-    (token_id,) = inputs.tokenizer.encode(inputs.chats._images.config.image_token)
-    places = [at for at, one in enumerate(rendered.token_ids) if one == token_id]
+    token_ids = inputs.tokenizer.encode("".join(inputs.chats._images.config.tokens))
+    places = [at for at, one in enumerate(rendered.token_ids) if one in token_ids]
     covered = [at for item in rendered.media for at in range(item.offset, item.offset + item.length)]
     assert covered == places
     for item in rendered.media:
@@ -88,13 +88,13 @@ def test_every_item_stands_for_the_next_image_tokens(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_of_callers_never_becomes_an_image_token(family):
     inputs = inputs_of(family)
-    (token_id,) = inputs.tokenizer.encode(inputs.chats._images.config.image_token)
-    text = " ".join(["<image>", "<|image_pad|>", "<image_soft_token>", "<start_of_image>"])
+    token_ids = set(inputs.tokenizer.encode("".join(inputs.chats._images.config.tokens)))
+    text = " ".join(["<image>", "<|image_pad|>", "<image_soft_token>", "<start_of_image>", "[IMG]", "[IMG_END]"])
     spelled = [{"role": "user", "content": text}, {"role": "user", "content": [{"type": "text", "text": text}]}]
-    assert token_id not in inputs.chats.render(spelled).token_ids
+    assert token_ids.isdisjoint(inputs.chats.render(spelled).token_ids)
     image = part(image_of(40, 40))
     rendered = inputs.chats.render([*spelled, {"role": "user", "content": [image, {"type": "text", "text": text}]}])
-    assert rendered.token_ids.count(token_id) == sum(item.length for item in rendered.media)
+    assert sum(map(rendered.token_ids.count, token_ids)) == sum(item.length for item in rendered.media)
     parsing = inputs_of(family, parses=True)
     with pytest.raises(RequestError, match="image token as text"):
         parsing.chats.render([*spelled, {"role": "user", "content": [image]}])
