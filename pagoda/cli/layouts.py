@@ -79,13 +79,14 @@ def _layout(setup: "EngineSetup", shares: "SharesInMemory", size: int, stages: i
     from pagoda.loading.weight_memory import adapter_memory
     from pagoda.worker.memory import bytes_of_blocks
 
-    config, own, device = setup.config, setup.max_model_len, setup.device
+    config, own, device, options = setup.config, setup.max_model_len, setup.device, options_of(setup)
     num_tokens = own if "max_model_len" in (config.given or ()) else min(own, _TYPICAL_TOKENS)
-    sizing = KVSizing.of(setup.groups, config.cache.block_size, own, options_of(setup))
+    sizing = KVSizing.of(setup.groups, config.cache.block_size, own, options)
     # The last rank of a stage has what does not divide.
     trees = [shares.tree(RankPlace(size - 1, size, stage, stages)) for stage in range(stages)]
     of_trees = (bytes_of_blocks(tree.kv_groups, setup.kv_dtype, config.cache.block_size) for tree in trees)
-    block_bytes, counts = map(max, zip(*of_trees, strict=True)), sizing.blocks_for_request(num_tokens)
+    block_bytes = map(max, zip(*of_trees, strict=True))
+    counts = sizing.blocks_for_request(num_tokens, options.max_encoder_len)
     # One more is the null block.
     kv_bytes = sum((count + 1) * size for count, size in zip(counts, block_bytes, strict=True))
     weights = max(map(shares.weights, trees)) + (setup.drafting.memory_bytes if setup.drafting else 0)

@@ -1,6 +1,7 @@
 """`pagoda plan` for models whose weights are not on this machine."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,16 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 
 from pagoda.base.config import EngineConfig
+from pagoda.base.errors import CapacityError
 from pagoda.cli.bench.workload import report
 from pagoda.cli.console import print_table
 from pagoda.cli.main import main
-from pagoda.cli.plan import make_plan
+from pagoda.cli.plan import Plan, make_plan
 from tests.cached_models import cached_model
 from tests.engine.images.families import write_model
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model, save
+from tests.models.tiny_whisper import write_whisper
 
 SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB"}
 FLAGS = ("--max-model-len", "256", "--kv-cache-memory", "64MiB", "--json")
@@ -166,6 +169,21 @@ def test_a_model_of_states_alone_has_blocks_of_them(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main(["plan", str(tmp_path), "--dtype", "float32", *FLAGS[:-1]])
     assert "KV per token" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("write", [write_whisper, lambda folder: save(make_model("gemma2"), folder)])
+def test_an_engine_starts_with_the_kv_that_a_layout_names(write: Callable[[Path], object], tmp_path: Path) -> None:
+    """With less, a request of the longest text would not fit: that of Whisper has encoder tokens in the cache, too."""
+    write(tmp_path)
+
+    def plan_with(kv_cache_memory: int) -> Plan:
+        options = {"model": str(tmp_path), "block_size": 16, "kv_cache_memory": kv_cache_memory}
+        return make_plan(EngineConfig.from_options(**options))
+
+    needed = plan_with(64 << 20).layouts[0].kv_bytes
+    assert set(plan_with(needed).requests_by_length.values()) == {1}
+    with pytest.raises(CapacityError):
+        plan_with(needed - 1)
 
 
 def test_piped_output_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
