@@ -5,7 +5,6 @@ divided into. With `batch_invariant`, tiles and parts follow from the weight's s
 them by the number of rows as well, and so does ours otherwise.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,26 +100,19 @@ class TritonLinear:
 
     def linear(self, x: torch.Tensor, weight: LibraryLinear | TritonWeight) -> torch.Tensor:
         """See reference.linear. weight: not packed."""
-        return self._multiply(x, weight, x.dtype, library.linear)
+        return self._run(x, weight, x.dtype)
 
     def logits(self, x: torch.Tensor, weight: LibraryLinear | TritonWeight) -> torch.Tensor:
         """See reference.logits. weight: not packed."""
-        return self._multiply(x, weight, torch.float32, library.logits)
+        return self._run(x, weight, torch.float32)
 
-    def _multiply(
-        self,
-        x: torch.Tensor,
-        weight: LibraryLinear | TritonWeight,
-        dtype: torch.dtype,
-        by_library: Callable[[torch.Tensor, LibraryLinear], torch.Tensor],
-    ) -> torch.Tensor:
-        if isinstance(weight, TritonWeight):
-            return self._run(x, weight, dtype)
-        if self._batch_invariant:
-            return self._run(x, plain(weight), dtype)
-        return multiply_vector(x, weight, dtype) if x.shape[0] == 1 else by_library(x, weight)
-
-    def _run(self, x: torch.Tensor, weight: TritonWeight, dtype: torch.dtype) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, weight: LibraryLinear | TritonWeight, dtype: torch.dtype) -> torch.Tensor:
+        if isinstance(weight, LibraryLinear):
+            if not self._batch_invariant:
+                if x.shape[0] == 1:
+                    return multiply_vector(x, weight, dtype)
+                return library.linear(x, weight) if dtype == x.dtype else library.logits(x, weight)
+            weight = plain(weight)
         x = x if x.stride(1) == 1 else x.contiguous()
         if not self._batch_invariant and takes_codes(x, weight):
             return multiply_coded_vector(x, weight, dtype)
