@@ -68,19 +68,11 @@ class WeightArena:
         return part
 
 
-class ScratchArena:
-    """An Arena for weights that are copied elsewhere: `clear` frees all of its tensors, for those that come next."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
+class ScratchArena(WeightArena):
+    """For weights that are copied elsewhere: `clear` frees all of its tensors, for those that come next."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        if self._used + num_bytes > self._memory.numel():  # earlier tensors keep the memory that they are in
-            self._memory, self._used = huge_zeros(num_bytes), 0
-        part = self._memory[self._used : self._used + num_bytes].zero_()
-        self._used = -(-(self._used + num_bytes) // _ALIGN) * _ALIGN
-        return part
+        return super().allocate(num_bytes).zero_()
 
     def clear(self) -> None:
         self._used = 0
