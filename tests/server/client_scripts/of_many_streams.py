@@ -1,7 +1,8 @@
 """Streams texts from a server in several threads, over and over, until standard input closes.
 
 Arguments: its address, how many threads, tokens of each text, and how often the client tries again by itself. Prints
-what each prompt got, how many streams ended well, and the errors of the others: the program sends those again.
+a line when each thread has a token; at the end what each prompt got, how many streams ended well, and the errors of the
+others: the program sends those again.
 """
 
 import json
@@ -19,6 +20,7 @@ is_over = threading.Event()
 texts: dict[str, set[str]] = {}
 errors: list[str] = []
 num_done = [0] * num_threads
+has_begun = [threading.Event() for _ in range(num_threads)]
 
 
 def ask(number: int) -> None:
@@ -27,7 +29,10 @@ def ask(number: int) -> None:
     while not is_over.is_set():
         try:
             chunks = client.completions.create(prompt=prompt, **options)
-            choices = [choice for chunk in chunks for choice in chunk.choices]
+            choices: list[Any] = []
+            for chunk in chunks:
+                choices += chunk.choices
+                has_begun[number].set()
             assert choices[-1].finish_reason == "length", "the stream broke off"
             texts.setdefault(prompt, set()).add("".join(choice.text for choice in choices))
             num_done[number] += 1
@@ -38,6 +43,9 @@ def ask(number: int) -> None:
 threads = [threading.Thread(target=ask, args=[number]) for number in range(num_threads)]
 for thread in threads:
     thread.start()
+for begun in has_begun:
+    begun.wait()
+print("begun", flush=True)
 sys.stdin.read()
 is_over.set()
 for thread in threads:
