@@ -213,7 +213,7 @@ def _gguf_form(files: ModelFiles, architecture: Architecture, model: Model) -> _
         if isinstance(declared, Table):
             names = [architecture.gguf.find(path).name]
         else:
-            names = [piece.name for piece in weight_pieces(architecture.gguf, path, declared, whole_of(declared))]
+            names = [architecture.gguf.find(f"{of_part}.weight").name for of_part in declared.part_paths(path)]
         found = [GGUF_TYPES.get(tensors[name].type.name) for name in names if name in tensors]
         held = [of_part for of_part in found if of_part is not None]
         if not held or len(held) < len(found):

@@ -36,6 +36,7 @@ from tests.models.gguf_writer import q4_k_m, write_gguf
 from tests.models.packed_writer import Packing, write_packed
 from tests.models.tiny import WIDE, make_model, save
 from tests.models.tiny_encoders import make_encoder, save_encoder
+from tests.models.wide_states import IN_GGUF, WIDE_STATES
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -175,6 +176,16 @@ def test_codes_of_a_gguf(name: str, kind: str, tmp_path: Path) -> None:
         if isinstance(parameter.declared, Matrix) and isinstance(parameter.value, PackedWeight)
     ]
     assert any(quantised) == (kind != "F16")
+
+
+@pytest.mark.parametrize("name", WIDE_STATES)
+def test_a_gguf_whose_fused_matrices_mix_types(name: str, tmp_path: Path) -> None:
+    """As files of llama.cpp do; in some, queries and their gates are turns of rows of one tensor."""
+    changes = {**IN_GGUF.get(name, {}), **WIDE_STATES[name]}
+    write_gguf(make_model(name, **changes), tmp_path / "model.gguf", q4_k_m)
+    files = identify(tmp_path / "model.gguf")
+    prepared = PreparedAs("bfloat16", "gguf", packed=True, num_positions=64)
+    assert weight_memory(files, prepared) == held(loaded(files, "native", prepared))
 
 
 PACKED = {

@@ -29,7 +29,7 @@ from tests.device_under_test import DeviceUnderTest
 from tests.models.gguf_writer import q4_k_m, write_gguf
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import LONGROPE, VOCAB, WIDE, make_model, save
-from tests.models.wide_states import WIDE_STATES
+from tests.models.wide_states import IN_GGUF, WIDE_STATES
 
 PROMPT = torch.randint(3, VOCAB, (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -80,15 +80,6 @@ CASES = [
     ("granite4", Kind.Q8_0),
     ("granite4-dense", Kind.F32),
 ]
-# llama.cpp has fewer kinds of layers, biases and groups.
-_LESS: dict[str, dict[str, object]] = {
-    "nemotron-h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-        "moe_intermediate_size": 160,  # a file with experts does not have the size of MLPs
-    },
-    "nemotron-h-latent": {"layers_block_type": ["mlp", "full_attention", "linear_attention", "mlp"], "use_bias": False},
-    "granite4-dense": {"mamba_proj_bias": False},
-}
 
 
 def logits(path: Path, on: DeviceUnderTest) -> torch.Tensor:
@@ -100,7 +91,7 @@ def logits(path: Path, on: DeviceUnderTest) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_same_bits_from_gguf_and_safetensors(name: str, kind: Kind, tmp_path: Path, on: DeviceUnderTest):
-    model = make_model(name, **_LESS.get(name, {}))
+    model = make_model(name, **IN_GGUF.get(name, {}))
     write_gguf(model, tmp_path / "model.gguf", kind)
     folder = save(model, tmp_path / "folder")
     assert torch.equal(logits(tmp_path / "model.gguf", on), logits(folder, on))
@@ -158,7 +149,7 @@ def test_native_kernels_multiply_the_codes_of_recurrent_layers(
         load_library()
     except NativeUnavailable as error:
         without_native(str(error))
-    model = make_model(name, **{**_LESS.get(name, {}), **WIDE_STATES[name]})
+    model = make_model(name, **{**IN_GGUF.get(name, {}), **WIDE_STATES[name]})
     found, kinds = of_codes_and_values(model, lambda key: Kind.Q6_K if "out_proj" in key else Kind.Q4_K, tmp_path, on)
     in_codes = {path.rsplit(".", 2)[1]: forms for path, forms in kinds["codes"].items()}
     for projection, kind in (("in_proj", "Q4_K"), ("out_proj", "Q6_K")):

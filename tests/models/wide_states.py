@@ -44,3 +44,12 @@ WIDE_STATES: dict[str, dict[str, Any]] = {
     },
 }
 """Changes of tests.models.tiny's models, by name."""
+IN_GGUF: dict[str, dict[str, Any]] = {
+    "nemotron-h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "moe_intermediate_size": 160,  # a file with experts does not have the size of MLPs
+    },
+    "nemotron-h-latent": {"layers_block_type": ["mlp", "full_attention", "linear_attention", "mlp"], "use_bias": False},
+    "granite4-dense": {"mamba_proj_bias": False},
+}
+"""What their files cannot say, changed: llama.cpp has fewer kinds of layers, biases and groups."""
