@@ -1,9 +1,9 @@
 """The hash of a file's whole content, which for a large one is computed once for as long as the file stays as it is."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,19 +29,28 @@ def digest_of_file(path: Path) -> str:
         return _compute(path, before.st_size)
     facts = _facts(before)
     kept = cache_home() / "digests" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+    if (digest := _read(kept, facts)) is not None:
+        return digest
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # ranks that start together wait for one of them
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(kept.open("a")), fcntl.LOCK_EX)
+        if (digest := _read(kept, facts)) is None:
+            digest = _compute(path, before.st_size)
+            is_settled = 0 < before.st_ctime_ns < time.time_ns() - _SETTLED_NS  # 0: a file system without times
+            if is_settled and _facts(path.stat()) == facts:
+                with contextlib.suppress(OSError):  # it is computed again
+                    kept.write_text(f"{facts} {digest}")
+    return digest
+
+
+def _read(kept: Path, facts: str) -> str | None:
+    """Return the hash that was kept of a file with these facts."""
     with contextlib.suppress(OSError, ValueError):
         known, digest = kept.read_text().rsplit(" ", 1)
         if known == facts and len(digest) == 64:
             return digest
-    digest = _compute(path, before.st_size)
-    is_settled = 0 < before.st_ctime_ns < time.time_ns() - _SETTLED_NS  # 0: a file system without times
-    if is_settled and _facts(path.stat()) == facts:
-        with contextlib.suppress(OSError):  # it is computed again
-            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            own = kept.with_name(f"{kept.name}-{os.getpid()}-{threading.get_ident()}")
-            own.write_text(f"{facts} {digest}")
-            own.replace(kept)
-    return digest
+    return None
 
 
 def _facts(state: os.stat_result) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,9 @@ def test_what_is_kept_may_be_damaged_or_not_writable(
     kept.parent.rmdir()
     kept.parent.write_text("no folder")
     assert digest_of_file(file) == first
+
+
+def test_those_that_ask_together_compute_it_once(file: Path, num_computed: list[Path]) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        assert len({*threads.map(digest_of_file, [file] * 8)}) == 1
+    assert num_computed == [file]
