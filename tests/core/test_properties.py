@@ -317,12 +317,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.traffic.setting.drafts or self.traffic.setting.scheduler.async_scheduling:
             return
         for (request_id, sequence), received in self.traffic.received.items():
-            if sequence == 0 and received.finish is None and self.traffic.requests[request_id].num_seqs == 1:
+            if received.finish is None:
                 # Of a beam, too: the scheduler drops them.
                 ahead = received.truth[len(received.tokens) :][1:4]
                 guess = ahead[:right] + [(token + 1) % VOCABULARY for token in ahead[right:]]
                 if guess:
-                    self.traffic.draft(request_id, guess)
+                    self.traffic.draft(request_id, guess, sequence)
 
     def teardown(self) -> None:
         if hasattr(self, "traffic") and sys.exc_info()[0] is None:

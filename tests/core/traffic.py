@@ -240,10 +240,10 @@ class Traffic:
         self.check()
         return done
 
-    def draft(self, request_id: str, guess: list[int]) -> None:
-        self.scheduler.update_draft_token_ids({(self.requests[request_id].key, 0): guess})
+    def draft(self, request_id: str, guess: list[int], sequence: int = 0) -> None:
+        self.scheduler.update_draft_token_ids({(self.requests[request_id].key, sequence): guess})
         if self.twin is not None:
-            self.twin.set_drafts({request_id: guess})
+            self.twin.set_drafts({request_id: guess}, sequence)
         self.check()
 
     @property

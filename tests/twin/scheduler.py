@@ -145,12 +145,15 @@ class TwinScheduler:
                 self._drop_late_results(state)
         return self.pool.forget_contents()
 
-    def set_drafts(self, drafts: dict[str, list[int]]) -> None:
+    def set_drafts(self, drafts: dict[str, list[int]], number: int = 0) -> None:
+        """Offer drafts, by request.   number: of its sequence."""
         for request_id, tokens in drafts.items():
             state = self.requests.get(request_id)
             if state is None or state.status != "running":
                 continue
-            sequence = state.sequences[0]
+            sequence = state.sequences[number]
+            if sequence not in state.started:
+                continue
             is_beam = state.request.is_beam_search
             lacks = len(sequence.tokens) - sequence.computed
             if self.memory.has_states:  # right drafts before a wrong one are computed again
