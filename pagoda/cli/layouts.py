@@ -23,7 +23,7 @@ _TYPICAL_TOKENS = 8192  # of a request, where max_model_len is the model's own l
 class Layout:
     """One way to divide the model among workers; sizes in bytes, of the worker that needs most.
 
-    weights: in memory.   kv_bytes: of the KV cache of one request of `num_tokens`.
+    weights: in memory.   kv_bytes: of the smallest KV cache that holds one request of `num_tokens`.
     fits: on workers like this one, where both must be free: on a GPU each, or on a CPU the ranks of a stage together.
     """
 
@@ -77,7 +77,7 @@ def _layout(setup: "EngineSetup", shares: "SharesInMemory", size: int, stages: i
     from pagoda.assembly.engine_setup import options_of
     from pagoda.core.kv import KVSizing
     from pagoda.loading.weight_memory import adapter_memory
-    from pagoda.worker.memory import bytes_of_blocks
+    from pagoda.worker.memory import bytes_of_blocks, pool_bytes_of
 
     config, own, device, options = setup.config, setup.max_model_len, setup.device, options_of(setup)
     num_tokens = own if "max_model_len" in (config.given or ()) else min(own, _TYPICAL_TOKENS)
@@ -85,10 +85,9 @@ def _layout(setup: "EngineSetup", shares: "SharesInMemory", size: int, stages: i
     # The last rank of a stage has what does not divide.
     trees = [shares.tree(RankPlace(size - 1, size, stage, stages)) for stage in range(stages)]
     of_trees = (bytes_of_blocks(tree.kv_groups, setup.kv_dtype, config.cache.block_size) for tree in trees)
-    block_bytes = map(max, zip(*of_trees, strict=True))
-    counts = sizing.blocks_for_request(num_tokens, options.max_encoder_len)
-    # One more is the null block.
-    kv_bytes = sum((count + 1) * size for count, size in zip(counts, block_bytes, strict=True))
+    block_bytes = tuple(map(max, zip(*of_trees, strict=True)))
+    needed_blocks = sizing.blocks_for_request(num_tokens, options.max_encoder_len)
+    kv_bytes = pool_bytes_of(sizing, needed_blocks[0], block_bytes)  # the other pool follows from the first
     weights = max(map(shares.weights, trees)) + (setup.drafting.memory_bytes if setup.drafting else 0)
     needed, lora = weights + kv_bytes, config.model.lora
     if lora.enable_lora:

@@ -169,7 +169,7 @@ def plan_capacity(
         needed = sizing.blocks_for_request(max_model_len, scheduler.max_encoder_len)
         if exceeds(needed, sizing.pool_sizes(num_blocks)):
             fits = _longest_request(groups, cache.block_size, max_model_len, num_blocks, scheduler)
-            at_least = _pool_bytes(sizing, needed[0], of_blocks)
+            at_least = pool_bytes_of(sizing, needed[0], of_blocks)
             raise CapacityError(_too_little(cache, max_model_len, budget, at_least, fits))
     host_blocks = debug.num_host_blocks
     if host_blocks is None:
@@ -183,8 +183,11 @@ def plan_capacity(
     return KVCapacity(*counts, num_states, num_host_states, sum(of_blocks[1:]))
 
 
-def _pool_bytes(sizing: KVSizing, num_blocks: int, block_bytes: BlockCounts) -> int:
-    """Return the bytes of all pools, with their null blocks, if the first has `num_blocks`."""
+def pool_bytes_of(sizing: KVSizing, num_blocks: int, block_bytes: BlockCounts) -> int:
+    """Return the bytes of all pools, with their null blocks, if the first has `num_blocks`.
+
+    block_bytes: of a block of each pool.
+    """
     return sum((count + 1) * size for count, size in zip(sizing.pool_sizes(num_blocks), block_bytes, strict=True))
 
 
@@ -193,7 +196,7 @@ def _most_blocks(sizing: KVSizing, budget: int, block_bytes: BlockCounts) -> int
     low, high = 0, max(0, min(budget // max(block_bytes[0], 1), _MAX_BLOCKS + 2) - 1)  # a stage may have none of it
     while low < high:
         middle = (low + high + 1) // 2
-        if _pool_bytes(sizing, middle, block_bytes) <= budget:
+        if pool_bytes_of(sizing, middle, block_bytes) <= budget:
             low = middle
         else:
             high = middle - 1

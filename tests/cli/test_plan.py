@@ -171,9 +171,18 @@ def test_a_model_of_states_alone_has_blocks_of_them(capsys: pytest.CaptureFixtur
     assert "KV per token" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("write", [write_whisper, lambda folder: save(make_model("gemma2"), folder)])
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_whisper,
+        lambda folder: save(make_model("gemma2"), folder),
+        lambda folder: save(make_model("lfm2", max_position_embeddings=512), folder),
+    ],
+)
 def test_an_engine_starts_with_the_kv_that_a_layout_names(write: Callable[[Path], object], tmp_path: Path) -> None:
-    """With less, a request of the longest text would not fit: that of Whisper has encoder tokens in the cache, too."""
+    """With less, a request of the longest text would not fit: that of Whisper has encoder tokens in the cache, too, and
+    next to attention, states get more than one request has.
+    """
     write(tmp_path)
 
     def plan_with(kv_cache_memory: int) -> Plan:
