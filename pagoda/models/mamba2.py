@@ -108,6 +108,7 @@ def read_mamba_shape(config: ConfigReader, hidden_size: int, inner_size_key: str
 
     inner_size_key: of a setting that goes before `mamba_expand`.
     """
+    config.choice("hidden_act", ("silu", "swish"), "silu")  # of the convolution, too
     inner_size, size_name = config.integer("mamba_expand", 2) * hidden_size, "mamba_expand * hidden_size"
     if inner_size_key is not None and config.has(inner_size_key):
         inner_size, size_name = config.integer(inner_size_key), inner_size_key

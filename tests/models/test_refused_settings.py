@@ -61,6 +61,9 @@ TOWER_THETA = ("vision_config", "rope_parameters", "rope_theta")
 MROPE = ("text_config", "rope_parameters", "mrope_interleaved")
 
 
+WITH_MAMBA = ("mamba2", "granite4-dense", "bamba", "falcon-h1")
+
+
 def write(folder: Path, settings: dict[str, Any]) -> ModelFiles:
     (folder / "config.json").write_text(json.dumps(settings))
     return ModelFiles("test", folder, "safetensors")
@@ -258,6 +261,7 @@ def test_what_does_not_go_with_states_is_refused_at_start(options: dict[str, Any
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "mamba"]}, "layer_types"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "4 times full_attention or conv"),
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache = 1"),
+        *((name, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported") for name in WITH_MAMBA),
         ("lfm2", {"block_ffn_dim_multiplier": 0.0001}, "leaves MLPs without elements"),
         ("falcon-h1", {"mamba_d_ssm": 100}, "mamba_n_heads = 6, expected a divisor of mamba_d_ssm = 100"),
         ("nemotron-h", {"layers_block_type": ["mlp", "conv"]}, "layers_block_type = .*, expected a list of linear_att"),
