@@ -213,14 +213,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         max_model_len=setup.max_model_len,
         kv_tokens=capacity.max_tokens,
         requests_by_length={
-            length: min(
-                there // needed
-                for there, needed in zip(
-                    sizing.pool_sizes(capacity.num_blocks),
-                    sizing.blocks_for_request(length, options.max_encoder_len),
-                    strict=True,
-                )
-            )
+            length: sizing.num_requests(capacity.num_blocks, length, options.max_encoder_len)
             for length in sorted(lengths)
             if setup.groups
         },

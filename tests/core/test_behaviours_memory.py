@@ -430,6 +430,27 @@ def test_a_sequence_that_the_pools_cannot_hold_says_how_large_they_are() -> None
     assert message in [finish.message for finish in finishes]
 
 
+@pytest.mark.parametrize(
+    ("groups", "num_blocks", "fit"),
+    [
+        ((FULL,), 64, 6),
+        ((window(6),), 64, 19),
+        ((FULL, KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, layers=(1,), shape=KVShape(1, 16, 0))), 90, 9),
+        ((KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, shape=KVShape(1, 4096, 0)),), 40, 12),
+    ],
+    ids=str,
+)
+def test_as_many_requests_run_at_once_as_fit(groups: tuple[KVGroupSpec, ...], num_blocks: int, fit: int) -> None:
+    """While they compute their prompts, share what is in flight, and decode up to their last token."""
+    rig = Rig(groups=groups, num_blocks=num_blocks, max_num_seqs=32, max_num_batched_tokens=32)
+    assert rig.scheduler._state.kv.sizing.num_requests(num_blocks, 40) == fit
+    for number in range(fit):
+        rig.add(f"{number}", 16, max_tokens=24)
+    steps = [rig.step() for _ in range(36)]
+    assert not any(step.preempted for step in steps)
+    assert max(len(step.owners) for step in steps) == fit
+
+
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE), (STATE,)], ids=str)
 def test_a_growing_conversation_finds_as_much_with_states(groups: tuple[KVGroupSpec, ...]) -> None:
     """Each turn adds five tokens and gets three; the share that is found is that of attention alone."""
@@ -505,6 +526,15 @@ def test_a_prompt_leaves_a_state_where_it_parts_from_another() -> None:
         found.append(rig.step().cached[f"{number}"])
         rig.run()
     assert found == [0, 16, 28]
+
+
+def test_without_attention_it_is_not_known_where_prompts_part() -> None:
+    rig, found = Rig(groups=(RARE_STATE,), enable_prefix_caching=True, num_blocks=64), list[int]()
+    for number in range(3):
+        rig.add(f"{number}", [*tokens(0, 29), *tokens(100 * (number + 1), 9)], max_tokens=1)
+        found.append(rig.step().cached[f"{number}"])
+        rig.run()
+    assert found == [0, 16, 16]
 
 
 def test_states_between_snapshots_take_no_room_in_the_cache() -> None:

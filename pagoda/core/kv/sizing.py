@@ -176,6 +176,14 @@ class KVGroup:
         num_new = min(num_tokens, self.num_in_flight)
         return min(required, blocks_for(num_new, self.stride * self.block_size) + 4 + self.num_chunks)
 
+    def held_decoding(self, num_tokens: int) -> int:
+        """Return the most blocks that a row of `num_tokens` tokens holds while each step computes one of them."""
+        most = self.most_held(num_tokens)
+        if self.spec.has_states:
+            return min(most, _STATES_PER_SEQUENCE)
+        # One more, as in `most_held`.
+        return min(most, blocks_for(self.window - 1 + self.num_chunks, self.block_size) + 1) if self.is_window else most
+
     def keeps(self, index: np.ndarray, snapshots: np.ndarray) -> np.ndarray:
         """Return which blocks stay findable when the row goes on, bool [n].
 
@@ -279,6 +287,19 @@ class KVSizing:
             (group, group.most_held(num_tokens) if group.grows else blocks_for(encoder_len, group.block_size))
             for group in self.groups
         )
+
+    def num_requests(self, num_blocks: int, num_tokens: int, encoder_len: int = 0) -> int:
+        """Return how many requests of `num_tokens` tokens the pools hold at once, if the first has `num_blocks`.
+
+        The tokens in flight, of which windows and states need more blocks, are one request's: all share them.
+        """
+        first = self.blocks_for_request(num_tokens, encoder_len)
+        each = self.total(
+            (group, group.held_decoding(num_tokens) if group.grows else blocks_for(encoder_len, group.block_size))
+            for group in self.groups
+        )
+        pools = zip(self.pool_sizes(num_blocks), first, each, strict=True)
+        return min(1 + (there - of_first) // of_each if there >= of_first else 0 for there, of_first, of_each in pools)
 
     def blocks_for_siblings(self, lengths: list[int], num_prompt_tokens: int) -> BlockCounts:
         """Most blocks of their own that sequences of `lengths` tokens hold, which share full prompt blocks."""
