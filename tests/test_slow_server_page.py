@@ -23,8 +23,8 @@ TEMPLATE = (ROOT / "benchmarks" / "slow_server.txt").read_text()
 OF = (1, 0.5, 0, 7)
 SAMPLES: list[events.ClientEvent] = [
     events.Queued(*OF, "cmpl-x", 5, 1, 0),
-    *(events.Held(*OF, reason, 0, False, 9, 5) for reason in Reason),
-    *(events.Held(*OF, Reason.BLOCKS, 0, False, 6, 5),),
+    *(events.Held(*OF, reason, 0, 9, 5) for reason in Reason),
+    *(events.Held(*OF, Reason.BLOCKS, 0, 6, 5),),
     *(
         events.Admitted(*OF, kind, tokens, cached, 4, 1, blocks, 3)
         for kind in AdmitKind

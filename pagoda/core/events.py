@@ -58,13 +58,12 @@ class Held(RequestEvent):
     """Why it waits, written when that is another reason than before: it was the first that could enter, and did not;
     or, with Reason.TURN, what held it before is over, or another is considered first.
 
-    position: as in Queued, in its queue.   stops_queue: requests after it were not considered.
+    position: as in Queued, in its queue.
     num_blocks: blocks that its tokens take, those in the prefix cache included.   num_free_blocks: that were free.
     """
 
     reason: Reason
     position: int
-    stops_queue: bool
     num_blocks: int
     num_free_blocks: int
 

@@ -74,12 +74,10 @@ def _end_after(state: SchedulerState, request: Request, prior: tuple[int, ...]) 
     return None if end is None else end.status
 
 
-def hold(
-    state: SchedulerState, request: RequestState, queue: RequestQueue, reason: Reason, *, stops_queue: bool
-) -> None:
+def hold(state: SchedulerState, request: RequestState, queue: RequestQueue, reason: Reason) -> None:
     """The request was considered and did not enter."""
     queue.note_held(request, state.num_steps)
-    _note_reason(state, request, queue, reason, stops_queue=stops_queue)
+    _note_reason(state, request, queue, reason)
 
 
 def end_reasons(state: SchedulerState) -> None:
@@ -90,17 +88,15 @@ def end_reasons(state: SchedulerState) -> None:
             if request.held_for is Reason.LORA and lora is not None and not state.batch.has_room_for_adapter(lora):
                 queue.note_held(request, state.num_steps)  # that is true still
             else:
-                _note_reason(state, request, queue, Reason.TURN, stops_queue=False)
+                _note_reason(state, request, queue, Reason.TURN)
 
 
-def _note_reason(
-    state: SchedulerState, request: RequestState, queue: RequestQueue, reason: Reason, *, stops_queue: bool
-) -> None:
+def _note_reason(state: SchedulerState, request: RequestState, queue: RequestQueue, reason: Reason) -> None:
     if request.held_for is reason:
         return
     request.held_for = reason
     num_blocks, num_free, position = sum(state.kv.most_blocks(request)), state.kv.num_free, queue.position(request)
-    state.events.write(Held, request.spec, reason, position, stops_queue, num_blocks, num_free)
+    state.events.write(Held, request.spec, reason, position, num_blocks, num_free)
 
 
 def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:

@@ -229,7 +229,8 @@ def _enter_with_prefix(
     state.encoder.add_row(request, row)
     place_chunk(state, plan, request, row, start, chunk)
     state.batch.let_siblings_wait(row, request)
-    _note_admitted(state, request, kind, start if state.kv.prefix_cache.enabled else None, chunk.num_new)
+    num_cached = None if prefix is state.kv.prefix_cache.nothing else start
+    _note_admitted(state, request, kind, num_cached, chunk.num_new)
 
 
 def _note_admitted(
@@ -259,7 +260,7 @@ def _offer(
     num_skipped = 0  # adapters
     while (request := queue.peek(num_skipped)) is not None:
         if plan.budget <= 0:
-            hold(state, request, queue, Reason.BUDGET, stops_queue=True)
+            hold(state, request, queue, Reason.BUDGET)
             return False
         try:
             reason = why_skipped(state, request, queue, plan)
@@ -267,7 +268,7 @@ def _offer(
             finish_all(state, request, RequestStatus.FINISHED_ERROR, str(error))
             continue
         if reason is not None:
-            hold(state, request, queue, reason, stops_queue=False)
+            hold(state, request, queue, reason)
             if reason is Reason.LORA:
                 num_skipped += 1
                 request.num_adapter_skips += 1
@@ -284,10 +285,10 @@ def _offer(
                 continue
         reason = why_stopped(state, request, queue, plan) or offer(state, request, plan)
         if reason is Reason.TRANSFER:
-            hold(state, request, queue, reason, stops_queue=False)
+            hold(state, request, queue, reason)
             queue.set_aside(request)
             continue
         if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
-            hold(state, request, queue, reason, stops_queue=True)
+            hold(state, request, queue, reason)
             return False
     return True

@@ -295,8 +295,10 @@ def test_a_request_that_does_not_read_the_cache_still_fills_it(how: dict[str, ob
     rig = Rig(enable_prefix_caching=True, num_blocks=32)
     rig.add("a", tokens(0, 12), max_tokens=1)
     rig.run()
+    looked_up = rig.scheduler.make_stats().prefix_queries
     rig.add("b", tokens(0, 17), max_tokens=1, **how)
     assert rig.step().cached == {"b": 0}
+    assert rig.scheduler.make_stats().prefix_queries == looked_up, "it was not looked up"
     rig.add("c", tokens(0, 18), max_tokens=1)
     assert rig.step().cached == {"c": 16}
 

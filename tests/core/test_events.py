@@ -74,9 +74,7 @@ def test_the_head_of_the_queue_says_when_a_running_prompt_takes_the_whole_budget
     rig.add("c", 4, max_tokens=2)
     rig.run()
     held = [event for event in heard if isinstance(event, Held)]
-    assert [(one.step, one.handle, one.reason, one.position, one.stops_queue) for one in held] == [
-        (2, 2, Reason.BUDGET, 0, True)
-    ]
+    assert [(one.step, one.handle, one.reason, one.position) for one in held] == [(2, 2, Reason.BUDGET, 0)]
 
 
 def test_a_preemption_names_its_cause_and_a_swap_its_blocks() -> None:

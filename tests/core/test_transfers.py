@@ -72,7 +72,6 @@ def test_a_request_waits_for_its_blocks_and_finds_them(tier: SlowTier) -> None:
     assert traffic.step().is_empty
     (held,) = traffic.heard_of(Held)
     assert held.reason is Reason.TRANSFER  # type: ignore[union-attr]
-    assert not held.stops_queue  # type: ignore[union-attr]
     assert traffic.scheduler.make_stats().num_deferred == 1
     tier.read(3)
     assert traffic.step().is_empty, "it is not done"

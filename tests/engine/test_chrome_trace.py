@@ -22,7 +22,7 @@ from pagoda.engine.chrome_trace import ChromeTrace
 from pagoda.engine.step_strip import StepNote
 from tests.chrome_format import check_trace
 
-HELD = (0, True, 4, 1)
+HELD = (0, 4, 1)
 FIRST = FirstToken(1, 9.0, 0, 7, 3)
 ENTERED = (3, 2, 2, 1, 1, 8)
 STORY = (

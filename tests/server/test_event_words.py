@@ -31,11 +31,11 @@ def name_of(client: int, handle: int) -> str | None:
         (Queued(*AT, "r", 9, 1, 0), "queued"),
         (Queued(*AT, "r", 9, 1, 3), "queued, 3 before it"),
         (Routed(*AT, 2, "shortest_wait"), "sent to replica 2: shortest wait"),
-        (Held(*AT, Reason.BLOCKS, 0, True, 15, 3), "waits for 12 blocks: it takes 15, 3 are free"),
-        (Held(*AT, Reason.BLOCKS, 0, True, 3, 3), "waits: not enough free blocks"),
-        (Held(*AT, Reason.TURN, 0, False, 3, 9), "waits for its turn in the queue"),
-        (Held(*AT, Reason.TURN, 2, False, 3, 9), "waits for its turn in the queue, 2 before it"),
-        (Held(*AT, Reason.GRAMMAR, 0, False, 3, 9), "waits: grammar not compiled yet"),
+        (Held(*AT, Reason.BLOCKS, 0, 15, 3), "waits for 12 blocks: it takes 15, 3 are free"),
+        (Held(*AT, Reason.BLOCKS, 0, 3, 3), "waits: not enough free blocks"),
+        (Held(*AT, Reason.TURN, 0, 3, 9), "waits for its turn in the queue"),
+        (Held(*AT, Reason.TURN, 2, 3, 9), "waits for its turn in the queue, 2 before it"),
+        (Held(*AT, Reason.GRAMMAR, 0, 3, 9), "waits: grammar not compiled yet"),
         (
             Admitted(*AT, AdmitKind.NEW, 40, 16, 16, 24, 3, 9),
             "runs: 40 tokens, 16 found in the prefix cache, 24 of them in this step; it has 3 blocks",
@@ -76,6 +76,6 @@ def test_words(event: ClientEvent, words: str | None) -> None:
 
 
 def test_only_a_wait_for_blocks_names_who_has_them() -> None:
-    assert needs_blocks(Held(*AT, Reason.WATERMARK, 0, True, 3, 9))
-    assert not needs_blocks(Held(*AT, Reason.NUM_SEQS, 0, True, 3, 9))
+    assert needs_blocks(Held(*AT, Reason.WATERMARK, 0, 3, 9))
+    assert not needs_blocks(Held(*AT, Reason.NUM_SEQS, 0, 3, 9))
     assert not needs_blocks(FirstToken(*AT, 9))

@@ -17,7 +17,7 @@ from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.seen_requests import SeenRequest, SeenRequests, Viewer
 
 QUEUED = Queued(1, 0.0, 0, 2, "1/b", 9, 1, 0)
-HELD = Held(1, 0.0, 0, 2, Reason.NUM_SEQS, 0, True, 1, 5)
+HELD = Held(1, 0.0, 0, 2, Reason.NUM_SEQS, 0, 1, 5)
 ADMITTED = Admitted(1, 0.0, 0, 2, AdmitKind.NEW, 9, 0, 0, 4, 1, 5)
 FIRST = FirstToken(1, 0.0, 0, 2, 9)
 PREEMPTED = Preempted(1, 0.0, 0, 2, 0, 1, "recompute", 9, 1)

@@ -28,12 +28,13 @@ def total(*needs: Need) -> Need:
 class Hit(NamedTuple):
     """What is cached of a text.   tables: the blocks that hold it, per group.
 
-    parts_at: tokens that groups without windows have, if that is more, else 0.
+    parts_at: tokens that groups without windows have, if that is more, else 0.   was_asked: it was looked up.
     """
 
     num_tokens: int
     tables: list[list[int]]
     parts_at: int = 0
+    was_asked: bool = True
 
 
 class Memory:
@@ -119,7 +120,7 @@ class Memory:
         """What is found of the tokens. The last one is always computed."""
         nothing: list[list[int]] = [[] for _ in self.groups]
         if not self.caching or request.skip_prefix_read or _wants_prompt_logprobs(request):
-            return Hit(0, nothing)
+            return Hit(0, nothing, was_asked=False)
         size, parts_at = self.block_size, 0
         for length in range((len(tokens) - 1) // size, 0, -1):
             tables = [self._hit_of_length(group, request, tokens, length * size) for group in range(len(self.groups))]

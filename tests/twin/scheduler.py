@@ -170,14 +170,14 @@ class TwinScheduler:
         """How many requests come before it, without those that are set aside."""
         return sum(not other.is_aside for other in queue[: queue.index(state)])
 
-    def _hold(self, queue: list[TwinRequest], state: TwinRequest, reason: Reason, *, stops_queue: bool) -> None:
+    def _hold(self, queue: list[TwinRequest], state: TwinRequest, reason: Reason) -> None:
         state.is_considered = True
-        self._note_reason(queue, state, reason, stops_queue=stops_queue)
+        self._note_reason(queue, state, reason)
 
-    def _note_reason(self, queue: list[TwinRequest], state: TwinRequest, reason: Reason, *, stops_queue: bool) -> None:
+    def _note_reason(self, queue: list[TwinRequest], state: TwinRequest, reason: Reason) -> None:
         if state.held_for is not reason:
             state.held_for = reason
-            counts = self._position(queue, state), stops_queue, sum(self._most_blocks(state)), len(self.pool.free)
+            counts = self._position(queue, state), sum(self._most_blocks(state)), len(self.pool.free)
             self.events.append(Held(*self._at(state), reason, *counts))
 
     @staticmethod
@@ -285,7 +285,7 @@ class TwinScheduler:
             for state in queue:
                 lacks_adapter = state.held_for is Reason.LORA and self._is_without_room(state)
                 if state.held_for is not None and not (state.is_aside or state.is_considered or lacks_adapter):
-                    self._note_reason(queue, state, Reason.TURN, stops_queue=False)
+                    self._note_reason(queue, state, Reason.TURN)
                 state.is_considered = False
 
     def _decoding(self) -> list[TwinSequence]:
@@ -535,11 +535,11 @@ class TwinScheduler:
                 return True
             state = queue[0]
             if self.budget <= 0:
-                self._hold(self.swapped, state, Reason.BUDGET, stops_queue=True)
+                self._hold(self.swapped, state, Reason.BUDGET)
                 return False
             if self._has_too_many_adapters(state):
                 closed.add(adapter_of(state.request))
-                self._hold(self.swapped, state, Reason.LORA, stops_queue=False)
+                self._hold(self.swapped, state, Reason.LORA)
                 self._count_skip(state)
                 continue
             if not state.stale_steps and self._lacks_something(self.swapped, state):
@@ -548,7 +548,7 @@ class TwinScheduler:
             if reason is Reason.NEVER:
                 self._never(state)
             elif reason is not None:
-                self._hold(self.swapped, state, reason, stops_queue=True)
+                self._hold(self.swapped, state, reason)
                 return False
 
     def _why_not_back(self, state: TwinRequest) -> Reason | None:
@@ -625,15 +625,15 @@ class TwinScheduler:
                 return
             state = queue[0]
             if self.budget <= 0:
-                self._hold(self.waiting, state, Reason.BUDGET, stops_queue=True)
+                self._hold(self.waiting, state, Reason.BUDGET)
                 return
             if self._has_too_many_adapters(state):
                 closed.add(adapter_of(state.request))
-                self._hold(self.waiting, state, Reason.LORA, stops_queue=False)
+                self._hold(self.waiting, state, Reason.LORA)
                 self._count_skip(state)
                 continue
             if state.stale_steps:
-                self._hold(self.waiting, state, Reason.IN_FLIGHT, stops_queue=False)
+                self._hold(self.waiting, state, Reason.IN_FLIGHT)
                 state.is_aside = True
                 continue
             if self._lacks_something(self.waiting, state):
@@ -642,7 +642,7 @@ class TwinScheduler:
             if reason is Reason.NEVER:
                 self._never(state)
             elif reason is not None and not (reason in NO_ROOM and self._make_way(state)):
-                self._hold(self.waiting, state, reason, stops_queue=True)
+                self._hold(self.waiting, state, reason)
                 return
 
     def _lacks_something(self, queue: list[TwinRequest], state: TwinRequest) -> bool:
@@ -654,7 +654,7 @@ class TwinScheduler:
             self._end(state, RequestStatus.FINISHED_ERROR, WHY_ENDED)
             return True
         if reason is not None:
-            self._hold(queue, state, reason, stops_queue=False)
+            self._hold(queue, state, reason)
             state.is_aside = True
         return reason is not None
 
@@ -756,14 +756,14 @@ class TwinScheduler:
         self._place(state, sequence, want, enters=True)
         self.has_prompt = True
         self._encode(state, share)
-        self._note_admitted(state, kind, known, cached if self.memory.caching else None, cached, want)
+        self._note_admitted(state, kind, known, cached if hit.was_asked else None, cached, want)
         return None
 
     def _hit(self, state: TwinRequest) -> Hit:
         """What is cached of its first sequence."""
         # Sequences that return share the first one's prompt blocks; a hit would not hold those that a window has left.
         if len(state.alive) > 1 and state.forked and self.memory.has_windows:
-            return Hit(0, [[] for _ in self.memory.groups])
+            return Hit(0, [[] for _ in self.memory.groups], was_asked=False)
         return self.memory.hit(state.request, state.alive[0].tokens)
 
     def _sibling_need(self, state: TwinRequest) -> Need:

@@ -100,7 +100,7 @@ class KVCacheManager:
                 self.prefix_cache.hash_tokens(sequence)
 
     def get_computed_blocks(self, request: RequestState) -> CachedPrefix:
-        """Return the cached prefix of the first sequence of a request without rows, as block ids per KV group."""
+        """Return the cached prefix of the first sequence of a request without rows; `nothing` if it is not looked up."""
         # Its siblings share its blocks, which a hit in a window group may not all have.
         if not request.spec.reads_prefix_cache or (self.tables.windows and request.siblings):
             self.hash_prompt(request)  # it fills the cache all the same; the sequence that was hashed may have failed

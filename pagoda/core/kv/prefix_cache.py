@@ -140,6 +140,7 @@ class PrefixCache:
 
     entries: the block tables' entries per KV group, read only here.
     num_cached: int32 [rows], leading hashed blocks of each row that were inserted into the cache.
+    nothing: what a request has that is not looked up.
     enabled: whether prefix caching is on (never for encoder-decoder models: their KV depends on the encoder's input).
     seed: of the hashes; None draws a secret one.
     note_filled: told of each block that a request fills, when the step that does is planned; None: nobody asks.

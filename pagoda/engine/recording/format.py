@@ -26,7 +26,7 @@ from pagoda.core.kv import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 
-VERSION = 3
+VERSION = 4
 Line = dict[str, Any]
 _UNSAID = ("time_s", "request_id", "message", "stop_reason")
 """Fields of events that differ between runs, or name what callers sent."""

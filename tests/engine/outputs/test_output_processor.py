@@ -367,7 +367,7 @@ def test_the_schedulers_of_replicas_take_their_time_apart() -> None:
 def test_what_a_request_waited_for_and_what_preemptions_cost_is_in_its_metrics() -> None:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(1), OutputKind.DELTA, sent_s=10.25)
-    held = (0, True, 4, 1)  # position, stops_queue, blocks
+    held = (0, 4, 1)  # position, blocks
     entered = (3, 0, 0, 3, 1, 8)
     story = (
         Queued(1, 10.5, 0, 1, "r1", 3, 1, 0),
