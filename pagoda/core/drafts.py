@@ -1,7 +1,5 @@
 """Drafts: tokens that a drafter offers for the next step, and what becomes of them when they are verified."""
 
-from collections import abc
-
 import numpy as np
 
 from pagoda.core.events import DraftsVerified, EventStream
@@ -26,9 +24,10 @@ class Drafts:
         self._tables = tables
         self._events = events
 
-    def offer(self, row: int, tokens: abc.Sequence[int] | np.ndarray) -> None:
-        """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped.
+    def offer(self, row: int, tokens: np.ndarray) -> None:
+        """Replace the drafts of `row` by `tokens`, int32 [k].
 
+        Unless it lacks exactly one token they would not fit, and are dropped.
         With states, it may lack more, right drafts before a wrong one, and gets a block of drafts at most.
         A beam gets none: whether a token is right depends on its siblings'.
         """
@@ -37,7 +36,7 @@ class Drafts:
         if self._tables.has_states:
             num_lacking, tokens = min(num_lacking, 1), tokens[: self._tables.block_size]
         if len(tokens) and not self._table.is_beam[row] and num_lacking == 1:
-            self.offered[row] = np.array(tokens, np.int32)
+            self.offered[row] = tokens
             self._num_offered[row] = len(tokens)
 
     def remove_row(self, row: int) -> None:

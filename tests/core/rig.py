@@ -15,6 +15,14 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import Preparations
+from tests.core.questions import (
+    num_blocks_held,
+    num_computed_tokens,
+    offer_drafts,
+    running_ids,
+    swapped_ids,
+    waiting_ids,
+)
 
 FILL = 7
 
@@ -96,7 +104,7 @@ class Rig:
 
     def offer(self, drafts: dict[str, list[int]]) -> None:
         """Offer drafts for the first sequences of requests."""
-        self.scheduler.update_draft_token_ids({(self.key(name), 0): tokens for name, tokens in drafts.items()})
+        offer_drafts(self.scheduler, {(self.key(name), 0): tokens for name, tokens in drafts.items()})
 
     def plan(self) -> PlannedStep:
         """schedule(), read the way a worker reads it."""
@@ -172,18 +180,18 @@ class Rig:
 
     @property
     def waiting(self) -> list[str]:
-        return self.scheduler.waiting_ids()
+        return waiting_ids(self.scheduler)
 
     @property
     def running(self) -> list[str]:
-        return self.scheduler.running_ids()
+        return running_ids(self.scheduler)
 
     @property
     def swapped(self) -> list[str]:
-        return self.scheduler.swapped_ids()
+        return swapped_ids(self.scheduler)
 
     def computed(self, request_id: str) -> int:
-        return self.scheduler.num_computed_tokens(self.key(request_id))[0]
+        return num_computed_tokens(self.scheduler, self.key(request_id))[0]
 
     def blocks(self, request_id: str) -> list[int]:
-        return self.scheduler.num_blocks_held(self.key(request_id))
+        return num_blocks_held(self.scheduler, self.key(request_id))
