@@ -104,9 +104,15 @@ def _has_room_without(state: SchedulerState, leaving: list[RequestState], head: 
 
 
 def preempt_all(state: SchedulerState) -> None:
-    """Take all running requests out, newest first, so that the queue keeps their order. Tokens in flight are lost."""
+    """Take all running requests out, newest first, so that the queue keeps their order. Tokens in flight are lost.
+
+    Blocks that are being loaded are given up, too.
+    """
     for request in reversed(list(state.batch.requests.values())):
         recompute(state, request)
+    for key in list(state.kv.transfers.keys()):
+        state.kv.transfers.forget(key)
+        state.waiting.wake(key)
 
 
 def recompute(state: SchedulerState, request: RequestState) -> None:

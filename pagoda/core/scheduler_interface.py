@@ -71,8 +71,8 @@ class SchedulerInterface(Protocol):
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget the content of all device blocks. Return False, with nothing changed, while any is in use.
 
-        preempt_running: preempt all running requests first. Their tokens in flight are dropped when they come back, so
-        that the next step may compute them again.
+        preempt_running: preempt all running requests first, and end loads from a tier. Tokens in flight are dropped
+        when they come back, so that the next step may compute them again.
         Swapped requests keep their KV in host memory; its full blocks are cached again when they come back.
         """
         ...

@@ -66,6 +66,17 @@ def bench(tier: SlowTier, num_blocks: int = 20) -> Bench:
     return Bench(tier, num_blocks, OPTIONS)
 
 
+def test_a_forced_reset_also_takes_the_blocks_of_loads(tier: SlowTier) -> None:
+    traffic = bench(tier)
+    traffic.ask(1)
+    traffic.step()
+    assert not traffic.reset(preempt_running=False)
+    assert traffic.reset(preempt_running=True)
+    assert traffic.scheduler.make_stats().num_free_blocks == 20
+    traffic.drain()
+    assert traffic.num_cached_of(1) == 20, "it asks the tier again"
+
+
 def test_a_request_waits_for_its_blocks_and_finds_them(tier: SlowTier) -> None:
     traffic = bench(tier)
     traffic.ask(1)
