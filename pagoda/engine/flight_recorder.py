@@ -5,6 +5,7 @@ completed, that it has. The supervisor reads it to tell a hung step from a busy 
 crash.
 """
 
+import itertools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -29,13 +30,13 @@ class FlightRecord:
     """A snapshot of the recorder.
 
     steps_begun - steps_ended: steps in flight.
-    keys: int64, `packed_key` of every request in the steps that may be running: with one stage the oldest in flight.
-        If there is none, of every request in the last step.
+    keys: `packed_key` of every request in the steps that may be running: with one stage the oldest in flight. If there
+        is none, of every request in the last step.
     """
 
     steps_begun: int
     steps_ended: int
-    keys: np.ndarray
+    keys: frozenset[int]
 
 
 class FlightRecorder:
@@ -77,7 +78,8 @@ class FlightRecorder:
         begun, ended = _HEADER.unpack_from(self._map, 0)
         first = max(min(max(ended, begun - self._num_slots), begun - 1), 0)
         slots = [step % self._num_slots for step in range(first, max(min(first + self._num_stages, begun), 1))]
-        return FlightRecord(begun, ended, np.unique(np.concatenate([self._keys[i, : self._counts[i]] for i in slots])))
+        keys = [self._keys[slot, : self._counts[slot]].tolist() for slot in slots]
+        return FlightRecord(begun, ended, frozenset(itertools.chain.from_iterable(keys)))
 
     def close(self) -> None:
         del self._keys, self._counts

@@ -339,6 +339,4 @@ class Suspects:
     def _in_last_steps(self, flight: FlightRecord) -> list[JournalEntry]:
         """Return the requests in the steps of a death: all that the engine was sent, if none of them is known."""
         sent = [entry for entry in self._journal if entry.entered_process == self._process_number]
-        keys = set(flight.keys.tolist()) if flight.steps_begun else set()
-        found = [entry for entry in sent if packed_key(entry.request.key) in keys]
-        return found or sent
+        return [entry for entry in sent if packed_key(entry.request.key) in flight.keys] or sent

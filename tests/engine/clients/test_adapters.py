@@ -118,7 +118,7 @@ class Engines:
     async def die(self) -> None:
         self.client._supervisor.link = None
         self.client.on_lost()
-        self.client.on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=False)
+        self.client.on_death(FlightRecord(0, 0, frozenset()), killed_from_outside=False)
         await asyncio.sleep(0)
 
 

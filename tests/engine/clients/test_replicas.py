@@ -390,7 +390,7 @@ def test_a_replica_that_has_given_up_leaves_its_requests_to_the_others_until_non
 def die(engines: Linked, number: int) -> None:
     """The engine ends for a reason that may be one of its requests."""
     engines.lose(number)
-    flight = FlightRecord(0, 0, np.empty(0, np.int64))
+    flight = FlightRecord(0, 0, frozenset())
     engines.replicas.each[number].on_death(flight, killed_from_outside=False)
 
 
@@ -411,7 +411,7 @@ def test_requests_go_on_with_the_weights_with_which_they_have_begun_or_end() -> 
 
         def restart(number: int, weights: str) -> None:
             engines.lose(number)
-            replicas.each[number].on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=True)
+            replicas.each[number].on_death(FlightRecord(0, 0, frozenset()), killed_from_outside=True)
             engines.begin(number, weights)
 
         for number in (0, 1):
@@ -423,7 +423,7 @@ def test_requests_go_on_with_the_weights_with_which_they_have_begun_or_end() -> 
         restart(1, "b")  # its own has no token yet, and goes to the other
         assert (engines.handles(0), engines.handles(1)) == ([1, 2], [2])
         engines.lose(0)
-        replicas.each[0].on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=True)
+        replicas.each[0].on_death(FlightRecord(0, 0, frozenset()), killed_from_outside=True)
         assert engines.handles(1) == [2, 2]  # not the one with a token
         engines.begin(0, "a")
         assert engines.handles(0) == [1, 2, 1]
@@ -452,7 +452,7 @@ def test_the_last_replica_with_the_old_weights_finishes_its_requests_before_it_g
         restarting = asyncio.create_task(replicas.restart(source))
         await until(lambda: ended == [(0, source)])  # the other can continue with what it has
         engines.lose(0)
-        replicas.each[0].on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=True)
+        replicas.each[0].on_death(FlightRecord(0, 0, frozenset()), killed_from_outside=True)
         engines.begin(0, "b")
         await until(lambda: not replicas.each[1].takes_requests)
         replicas.add_request(request(3))
@@ -460,7 +460,7 @@ def test_the_last_replica_with_the_old_weights_finishes_its_requests_before_it_g
         assert (engines.handles(0), engines.handles(1)) == ([1, 3], [2, 1])
         assert len(ended) == 1
         engines.lose(1)  # and if it dies meanwhile, so does its next engine
-        replicas.each[1].on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=True)
+        replicas.each[1].on_death(FlightRecord(0, 0, frozenset()), killed_from_outside=True)
         engines.begin(1, "a")
         await until(lambda: not replicas.each[1].takes_requests)
         await asyncio.sleep(0.1)

@@ -114,7 +114,7 @@ class Server:
 
     def die(self, killed_from_outside: bool = False, in_step: bool = True) -> None:
         """End the engine during a step, or after its last one."""
-        keys = np.array([packed_key(self.key(name)) for name in self.last_batch], np.int64)
+        keys = frozenset(packed_key(self.key(name)) for name in self.last_batch)
         self.num_deaths += 1
         flight = FlightRecord(self.num_steps, self.num_steps - (in_step and self.num_steps > 0), keys)
         for entry in self.suspects.assign_blame(flight, killed_from_outside):
@@ -253,7 +253,7 @@ def test_a_request_is_not_blamed_for_an_earlier_one_with_the_same_id() -> None:
     first = server.journal.close(server.key("request 0"))
     assert first is not None
     server.suspects.sent(server.journal.add(JournalEntry.of(dataclasses.replace(first.request, handle=9))))
-    flight = FlightRecord(2, 1, np.array([packed_key((0, 1)), packed_key((0, 2))]))
+    flight = FlightRecord(2, 1, frozenset((packed_key((0, 1)), packed_key((0, 2)))))
     assert server.suspects.assign_blame(flight, killed_from_outside=False) == []
     assert [entry.request.key for entry in server.journal if entry.is_suspect] == [(0, 2)]
 
@@ -283,7 +283,7 @@ def test_a_beam_search_is_cleared_by_its_steps_since_it_emits_nothing_before_its
         entry = journal.add(JournalEntry.of(Request(name, np.arange(6, dtype=np.int32), params, handle=handle)))
         suspects.begin(1)
         suspects.sent(entry)
-    assert suspects.assign_blame(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=False) == []
+    assert suspects.assign_blame(FlightRecord(0, 0, frozenset()), killed_from_outside=False) == []
     assert [entry.request.request_id for entry in suspects.begin(2)] == ["beams"]
     for num_tokens in (4, 2, 2):
         suspects.note_computed(num_tokens)
