@@ -103,7 +103,8 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._max_waiting = config.max_queue_size
         self._waiting: queue.SimpleQueue[CacheEvent | None] = queue.SimpleQueue()
-        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        # Those that nobody can ask for are not kept: they have all prompts.
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps if config.replay_endpoint else 0)
         self._num_sent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
@@ -185,7 +186,18 @@ class KVEventPublisher:
             stored, lost = ([_number(one) for one in hashes] for hashes in (event.stored, event.lost))
             told: list[_Told] = []
             if stored:
-                told.append(BlockStored(stored, None, [], 0, None, medium, None, None, 0, _KINDS[self._groups[0].kind]))
+                of_tier = BlockStored(
+                    stored,
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=0,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                    group_idx=0,
+                    kv_cache_spec_kind=_KINDS[self._groups[0].kind],
+                )
+                told.append(of_tier)
             return [*told, BlockRemoved(lost, medium, 0)] if lost else told
         spec, hashes = self._groups[event.group], [_number(one) for one in event.hashes]
         if isinstance(event, Removed):
@@ -193,9 +205,9 @@ class KVEventPublisher:
         size, lora = self._block_size, event.request.lora
         stored_now = BlockStored(
             hashes,
-            None if event.parent is None else _number(event.parent),
-            np.frombuffer(event.token_ids, np.int32).tolist(),
-            size,
+            parent_block_hash=None if event.parent is None else _number(event.parent),
+            token_ids=np.frombuffer(event.token_ids, np.int32).tolist(),
+            block_size=size,
             lora_id=None,
             medium=medium,
             lora_name=None if lora is None else lora.name,

@@ -309,3 +309,11 @@ def test_vllms_own_classes_read_the_events(
     seen.add_events(read[3:])  # those before are of kinds that cannot be counted there once they are decoded
     assert seen.get_common_events() == read[3:], "each is told from the others"
     publisher.close()
+
+
+def test_batches_that_nobody_can_ask_for_are_not_kept(config: KVEventsConfig) -> None:
+    publisher = KVEventPublisher(dataclasses.replace(config, replay_endpoint=None), [KVGroupSpec()], SIZE)
+    publisher.note(stored(b"a" * 32))
+    publisher.close()
+    assert publisher._num_sent == 2
+    assert not publisher._sent
