@@ -334,6 +334,10 @@ class Suspects:
                 self._probe, self._num_probed_tokens = entry.request.key, 0
                 return [entry]
         self._probe = None
+        return self.unsent()
+
+    def unsent(self) -> list[JournalEntry]:
+        """Return the requests that this engine has not got."""
         return [entry for entry in self._journal if entry.entered_process != self._process_number]
 
     def _in_last_steps(self, flight: FlightRecord) -> list[JournalEntry]:

@@ -80,7 +80,7 @@ class ProcessClient(ClientOutputs):
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._num_unloads: Counter[str] = Counter()
         self._takes_loads = asyncio.Event()
-        self._stats = self._of_ended = wire.EngineStats()
+        self._stats = self._of_ended = self._measured = wire.EngineStats()
         self._busy_since_s = 0.0
         self.is_stopped = False
         """No engine is wanted now: adapters are loaded into the next one."""
@@ -212,11 +212,9 @@ class ProcessClient(ClientOutputs):
     async def look(self, steps_after_s: float | None = None) -> wire.LookReply | None:
         """Return what the engine does now, and its steps that ended after a time; None while it is down."""
         try:
-            reply = await self._calls.call("look", steps_after_s, returns=wire.LookReply)
+            return await self._calls.call("look", steps_after_s, returns=wire.LookReply)
         except WorkerDied:
             return None
-        self._stats = reply.stats
-        return reply
 
     def stats(self) -> wire.EngineStats:
         """Return what the engine has said last, with the counts of those before it.
@@ -271,6 +269,10 @@ class ProcessClient(ClientOutputs):
                 await asyncio.sleep(_POLL_S)
         except asyncio.CancelledError:
             self._is_draining = False
+            if self.takes_requests:
+                for entry in self._suspects.unsent():
+                    self._enter(entry)
+            self.on_change()
             raise
         return self._is_draining
 
@@ -448,7 +450,7 @@ class ProcessClient(ClientOutputs):
             case wire.CacheChanges(stored, removed):
                 self.prefixes.change(self.number, stored, removed)
             case wire.IdleReport(stats, num_handled):
-                self._stats = stats
+                self._stats, self._num_unreported = stats, 0
                 self._note_idle(num_handled)
             case wire.RequestRefused(key, text, status):
                 entry = self._journal.get(key)
@@ -480,6 +482,7 @@ class ProcessClient(ClientOutputs):
         self.costs.forget(self.number)
         self._of_ended.generation_tokens += self._num_unreported  # clients have them
         self._num_unmeasured = self._num_unreported = 0
+        self._measured = wire.EngineStats()
         for entry in self._journal:
             entry.num_cached = 0
 
@@ -571,10 +574,11 @@ class ProcessClient(ClientOutputs):
         for count in step_tokens:
             self.on_step(count)
         if stats is not None:
-            num_steps, seconds = stats.num_steps - self._stats.num_steps, stats.step_s - self._stats.step_s
+            # Not since a report of an idle engine: what its steps computed may come with this one.
+            num_steps, seconds = stats.num_steps - self._measured.num_steps, stats.step_s - self._measured.step_s
             self.costs.observe(self.number, num_steps, self._num_unmeasured, seconds)
             self._num_unmeasured = self._num_unreported = 0
-            self._stats = stats
+            self._stats = self._measured = stats
 
     def _send(self, message: wire.Call | wire.Reply) -> None:
         """Send a message that is not a request, if an engine is up; a failure is logged."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 _WINDOW_S = 20.0  # of steps of each replica: what they took before counts less and less
+_MOST_WINDOWS = 30.0  # in one report, whose engine was stopped for hours: nothing is left of those before it
 _MIN_REPORTS = 20
 _PRIOR_S = 1.0  # of steps that took what was expected, as if each replica had reported them
 _MOST_NOISE = 1.33  # times as long as expected, or as short: nothing that routing should follow
@@ -98,7 +99,7 @@ class StepCosts:
         if num_steps <= 0 or seconds <= 0:
             return
         taken = self._taken.setdefault(replica, [0.0, 0.0])
-        self._weight *= math.exp(seconds / _WINDOW_S / len(self._taken))
+        self._weight *= math.exp(min(seconds / _WINDOW_S / len(self._taken), _MOST_WINDOWS))
         if self._weight > 1e12:
             self._sums = [one / self._weight for one in self._sums]
             self._taken = {one: [value / self._weight for value in pair] for one, pair in self._taken.items()}

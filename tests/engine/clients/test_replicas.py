@@ -648,6 +648,70 @@ def test_replicas_are_restarted_one_after_the_other_and_no_request_fails(steps: 
     run(work)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_that_wait_for_a_restart_go_on_if_it_is_given_up(count: int) -> None:
+    """Who asked for it has gone: the other replica is down meanwhile, or there is none."""
+
+    async def main() -> None:
+        engines = Linked(count)
+        for one in engines.replicas.each:
+            one._drain_s = 100.0
+        engines.replicas.add_request(request(1))
+        restarting = asyncio.create_task(engines.replicas.each[0].restart())
+        await until(lambda: not engines.replicas.each[0].takes_requests)
+        if count > 1:
+            engines.lose(1)
+        engines.replicas.add_request(request(2))
+        assert engines.handles(0) == [1]
+        restarting.cancel()
+        await asyncio.gather(restarting, return_exceptions=True)
+        assert engines.handles(0) == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_what_steps_cost_is_learned_from_whole_reports() -> None:
+    """An engine that is idle may have said how long its steps took before it says what they computed."""
+    engines = Linked(1)
+    (one,) = engines.replicas.each
+    one.on_message(wire.StepOutputs({}, (4000,)))
+    one.on_message(wire.IdleReport(wire.EngineStats(num_steps=1, step_s=0.4), 0))
+    observed: list[tuple[int, ...]] = []
+    one.costs.observe = lambda *args: observed.append(args)  # type: ignore[method-assign,assignment]
+    one.on_message(wire.StepOutputs({}, (100,), wire.EngineStats(num_steps=2, step_s=0.5)))
+    assert observed == [(0, 2, 4100, 0.5)]
+
+
+def test_tokens_that_an_idle_engine_has_counted_are_counted_once() -> None:
+    engines = Linked(1)
+    engines.replicas.add_request(request(1))
+    emit(engines, 0, 1, count=3)
+    engines.replicas.each[0].on_message(wire.IdleReport(wire.EngineStats(generation_tokens=3), 0))
+    engines.lose(0)
+    assert engines.replicas.stats().generation_tokens == 3
+
+
+def test_counters_do_not_fall_when_somebody_looks() -> None:
+    """The reply is read when later messages have been."""
+
+    async def main() -> None:
+        engines = Linked(1)
+        looking = asyncio.create_task(engines.replicas.look())
+        await some_turns()
+        view = view_of(Scheduler(SchedulerOptions(), CacheConfig(), (KVGroupSpec(),), 8, 64, VirtualClock())._state)
+        found = wire.LookReply(view, (), wire.EngineStats(prompt_tokens=5, at_s=1.0))
+        (call,) = [one for one in engines.sent[0] if isinstance(one, wire.Call)]
+        (one,) = engines.replicas.each
+        one.on_message(wire.Reply(call.call_id, msgspec.Raw(wire.make_encoder().encode(found))))
+        one.on_message(wire.StepOutputs({}, (4,), wire.EngineStats(prompt_tokens=9, at_s=2.0)))
+        look = await looking
+        assert look is not None
+        assert look.stats.prompt_tokens == 5
+        assert engines.replicas.stats().prompt_tokens == 9
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [

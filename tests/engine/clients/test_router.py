@@ -107,6 +107,16 @@ def test_costs_are_learned_and_a_replica_that_is_slow_is_found_and_forgiven() ->
     assert costs.pace(0) == 1.0
 
 
+def test_a_step_of_any_length_is_learned_from() -> None:
+    """An engine may be stopped for days where none counts as hung."""
+    costs, rng = StepCosts(), random.Random(5)
+    for seconds in (1e5, 1e9):
+        costs.observe(0, 1, 1, seconds)
+    for _ in range(2000):
+        report(costs, 0, 1.0, rng)
+    assert (costs.per_step_s, costs.per_token_s) == (pytest.approx(0.004), pytest.approx(25e-6))
+
+
 def test_a_replica_is_not_slow_for_ever_because_it_gets_no_requests() -> None:
     costs, rng = StepCosts(), random.Random(5)
     for _ in range(300):
