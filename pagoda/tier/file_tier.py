@@ -27,7 +27,7 @@ _NICENESS = 19
 
 
 class FileTier:
-    """See KVTier. A block is written to all folders, and read from the first that has it.
+    """See KVTier. A block is written to all folders that do not have it, and read from the first that does.
 
     Each folder has two threads, so that memory does not wait for a disk. One reads, since requests wait for it. The
     other one copies a block, makes sure that the pool still held it when it was copied, and writes the copy. The
@@ -132,12 +132,10 @@ class FileTier:
             self._has_ended.set()
 
     def _read(self, block_hash: bytes, content: np.ndarray) -> str:
-        """As Records.read, from the first level that can; the others before it get the block, too."""
+        """As Records.read, from the first level that can."""
         why = "a record is gone"
         for level in self._levels:
             if block_hash in level and not (why := level.read(block_hash, content)):
-                if level is not self._levels[0]:
-                    self._writers[0].put([partial(self._copy_up, block_hash)])
                 return ""
         return why
 
@@ -160,14 +158,6 @@ class FileTier:
         if holds(one):
             owner = hashlib.sha256(one.owner.encode()).hexdigest()[:8] if one.owner else ""
             level.write(one.known[1], content, owner)
-
-    def _copy_up(self, block_hash: bytes) -> None:
-        """Write a block that a slower level has to the first one."""
-        first, *slower = self._levels
-        content = np.empty(self._ends[-1], np.uint8)
-        for level in slower:
-            if block_hash not in first and not level.read(block_hash, content):
-                first.write(block_hash, content, level.owner_of(block_hash))
 
 
 class _Writer:

@@ -3,7 +3,7 @@
     FOLDER/seed                        of the hashes, as a hexadecimal number; mode 0600
     FOLDER/<root>/<2 digits>/<hash>    a record: SHA-256 of root, hash and content; then the content
     FOLDER/<root>/<2 digits>/<hash>-<owner>    the same, of a caller with a key; owner: 8 digits of a hash
-    FOLDER/<root>/writing-<pid>        a record that is being written
+    FOLDER/<root>/writing-<pid>-<8 digits>    a record that is being written; digits: of this Records alone
 
 root: names everything that the content depends on besides what the hash covers: the model's files, data types, kernels,
 layout. A record is renamed to its place when it is complete, and never changed. Its time of modification says when it
@@ -106,13 +106,16 @@ class Records:
         self.tier = tier
         self._folder, self._root, self._max_bytes = folder, root, max_bytes
         self._own = folder / root
+        self._unfinished = (
+            self._own / f"writing-{os.getpid()}-{secrets.token_hex(4)}"
+        )  # containers may share the number
         self._lock = threading.Lock()  # of what follows
         self._records: dict[str, _Record] = {}  # by root/shard/hash
         self._orders: dict[tuple[str, bool], OrderedDict[str, None]] = {}  # by owner, and whether to be kept
         self._bytes_of = Counter[str]()  # by owner
         self._num_uses = 0
         self._num_bytes = 0
-        self._changes: tuple[list[bytes], list[bytes]] = [], []
+        self._changes: dict[bytes, bool] = {}  # since they were told: whether a record is there now
         self._seen: dict[str, int] = {}  # shard -> its time of modification when it was read
         self._paused_until_s = 0.0
         self._logged: dict[str, tuple[float, int]] = {}
@@ -135,16 +138,24 @@ class Records:
     def _path(self, name: str, owner: str) -> Path:
         return self._folder / (f"{name}-{owner}" if owner else name)
 
-    def owner_of(self, block_hash: bytes) -> str:
-        """Return whose a record is; "" also if it is gone."""
-        record = self._records.get(self._name(block_hash))
-        return record.owner if record is not None else ""
-
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes of records that were added and that were lost, since the last call."""
+        """Return the hashes of records that are there and that are gone, other than at the last call."""
         with self._lock:
-            changes, self._changes = self._changes, ([], [])
-        return changes
+            changes, self._changes = self._changes, {}
+        added, lost = list[bytes](), list[bytes]()
+        for block_hash, is_there in changes.items():
+            (added if is_there else lost).append(block_hash)
+        return added, lost
+
+    def _note_change(self, name: str, is_there: bool) -> None:
+        root, shard, rest = name.split("/")
+        if root != self._root:
+            return
+        block_hash = bytes.fromhex(shard + rest)
+        if self._changes.get(block_hash, is_there) is is_there:
+            self._changes[block_hash] = is_there
+        else:  # as it was
+            del self._changes[block_hash]
 
     # Reading
 
@@ -209,9 +220,10 @@ class Records:
         name, size = self._name(block_hash), _CHECKSUM_BYTES + len(content)
         if name in self._records or time.monotonic() < self._paused_until_s or not self._make_room(size):
             return
-        path, own = self._path(name, owner), self._own / f"writing-{os.getpid()}"
+        path, own = self._path(name, owner), self._unfinished
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for part in (self._own, path.parent):  # not the folder itself: the last engine may have removed that
+                part.mkdir(mode=0o700, exist_ok=True)
             with open(own, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(self._checksum(block_hash, content))
                 view = content.data
@@ -229,8 +241,10 @@ class Records:
 
     def _make_room(self, size: int) -> bool:
         """Remove records until there is room. Return whether there is."""
-        while self._num_bytes + size > self._max_bytes and self._records:
+        while self._num_bytes + size > self._max_bytes:
             with self._lock:
+                if not self._records:
+                    break
                 _, order = min(self._orders.items(), key=self._when_to_go)
                 name = next(iter(order))
                 path = self._path(name, self._records[name].owner)
@@ -251,9 +265,7 @@ class Records:
         self._enter_order(name, record)
         self._num_bytes += record.size
         self._bytes_of[record.owner] += record.size
-        root, shard, rest = name.split("/")
-        if root == self._root:
-            self._changes[0].append(bytes.fromhex(shard + rest))
+        self._note_change(name, is_there=True)
 
     def _lose(self, name: str) -> None:
         with self._lock:
@@ -264,9 +276,9 @@ class Records:
             del self._records[name]
             self._num_bytes -= record.size
             self._bytes_of[record.owner] -= record.size
-            root, shard, rest = name.split("/")
-            if root == self._root:
-                self._changes[1].append(bytes.fromhex(shard + rest))
+            if not self._bytes_of[record.owner]:
+                del self._bytes_of[record.owner]
+            self._note_change(name, is_there=False)
 
     def _enter_order(self, name: str, record: _Record) -> None:
         self._num_uses += 1
@@ -282,13 +294,13 @@ class Records:
     # What is there
 
     def scan(self) -> None:
-        """Find the records that other engines have added or removed; at first, all there are, of all roots."""
+        """Find the records that other engines have added or removed, of all roots; at first, all there are."""
         roots = [self._root]
-        if not self._seen:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if not self._seen:
                 self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
-                roots += [one.name for one in os.scandir(self._folder) if one.is_dir() and one.name != self._root]
                 self._remove_unfinished()
+            roots += [one.name for one in os.scandir(self._folder) if one.is_dir() and one.name != self._root]
         shards: dict[str, dict[str, _Record]] = {}  # those that have changed: their records
         for shard in (f"{root}/{digits}" for root in roots for digits in _SHARDS):
             if (there := self._read_shard(shard)) is not None:
@@ -302,7 +314,8 @@ class Records:
             for used_s, name, record in sorted(found, key=lambda one: one[:2]):
                 record.kept_until_s = int(used_s) if used_s > now_s else 0
                 self._add(name, record)
-            over = [name for name, record in self._records.items() if 0 < record.kept_until_s <= now_s]
+            kept = [name for (_, is_kept), order in self._orders.items() if is_kept for name in order]
+            over = [name for name in kept if self._records[name].kept_until_s <= now_s]
         for name in over:
             self._use(name, now_s)
         self._make_room(0)
@@ -310,7 +323,7 @@ class Records:
     def _remove_unfinished(self) -> None:
         """Remove what processes that have ended were writing."""
         for path in self._own.glob("writing-*"):
-            pid = path.name.removeprefix("writing-")
+            pid = path.name.split("-")[1]
             if not Path(f"/proc/{pid}").exists():
                 path.unlink(missing_ok=True)
 

@@ -2,15 +2,16 @@
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pagoda.core.kv import FilledBlock, Load, TierChange
 from tests.core.exact_worker import ExactWorker, Name
 
 
 class SlowTier:
-    """See KVTier.   content: what it has, by hash.   kept: hashes that it was told to keep.   loads: not done.
+    """See KVTier.   content: what it has, by hash.   kept: hashes that it had when it was told to keep them.
 
-    num_loaded: blocks, so far.   is_quick: loads are done at once.
+    loads: not done.   num_loaded: blocks, so far.   is_quick: loads are done at once.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class SlowTier:
         self.loads: list[Load] = []
         self.num_loaded = 0
         self.is_quick = False
-        self._writes: list[tuple[FilledBlock, Callable[[FilledBlock], bool]]] = []
+        self._writes: list[Callable[[], None]] = []
         self._changes: tuple[list[bytes], list[bytes]] = [], []
 
     def num_leading(self, hashes: Sequence[bytes]) -> int:
@@ -32,10 +33,10 @@ class SlowTier:
             self.read()
 
     def store(self, blocks: Sequence[FilledBlock], holds: Callable[[FilledBlock], bool]) -> None:
-        self._writes += [(one, holds) for one in blocks]
+        self._writes += [partial(self._write, one, holds) for one in blocks]
 
     def keep(self, hashes: Sequence[bytes], ttl_s: int) -> None:
-        self.kept += hashes
+        self._writes.append(lambda: self.kept.extend(one for one in hashes if one in self.content))
 
     def take_changes(self) -> list[TierChange]:
         changes, self._changes = self._changes, ([], [])
@@ -44,13 +45,16 @@ class SlowTier:
     # What the test says
 
     def write(self, count: int = 1_000_000) -> None:
-        """Store blocks that it was given."""
-        assert self.worker is not None
-        for one, holds in self._writes[:count]:
-            if holds(one):
-                self.content[one.known[1]] = list(self.worker.device[one.block])
-                self._changes[0].append(one.known[1])
+        """Store blocks that it was given, and keep those that it was told to."""
+        for write in self._writes[:count]:
+            write()
         del self._writes[:count]
+
+    def _write(self, one: FilledBlock, holds: Callable[[FilledBlock], bool]) -> None:
+        assert self.worker is not None
+        if one.known[1] not in self.content and holds(one):
+            self.content[one.known[1]] = list(self.worker.device[one.block])
+            self._changes[0].append(one.known[1])
 
     def read(self, count: int = 1_000_000, why: str = "") -> None:
         """Load blocks of the first load; end it if these were its last, or with `why`."""

@@ -33,8 +33,8 @@ class Bench(Traffic):
     def ask(self, number: int, prompt: list[int] = PROMPT, max_tokens: int = 3, **facts: Any) -> None:
         self.add(make_request(number, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), **facts))
 
-    def serve(self, number: int, prompt: list[int] = PROMPT, **facts: Any) -> None:
-        self.ask(number, prompt, **facts)
+    def serve(self, number: int, prompt: list[int] = PROMPT, max_tokens: int = 3, **facts: Any) -> None:
+        self.ask(number, prompt, max_tokens, **facts)
         self.drain()
         self.tier.write()
 
@@ -241,11 +241,39 @@ def test_a_block_that_was_filled_again_is_not_kept() -> None:
     again.drain()
 
 
-def test_pins_and_adapters(tier: SlowTier) -> None:
-    traffic = bench(tier)
-    traffic.serve(1, [6] * 9, pin=Pin(60, "me"))
+@pytest.mark.parametrize("max_tokens", [1, 3])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_blocks_of_a_pin_are_kept_once_the_tier_has_them(tier: SlowTier, max_tokens: int, depth: int) -> None:
+    """Also those of the last step."""
+    traffic = Bench(tier, 20, replace(OPTIONS, pipeline_depth=depth, async_scheduling=depth > 1))
+    traffic.serve(1, [6] * 9, max_tokens=max_tokens, pin=Pin(60, "me"))
     assert len(tier.kept) == 2
-    assert set(tier.kept) <= tier.content.keys()
+
+
+def test_the_blocks_of_a_pin_are_kept_after_an_abort_without_a_further_step(tier: SlowTier) -> None:
+    traffic = bench(tier)
+    traffic.ask(1, [6] * 9, pin=Pin(60, "me"))
+    traffic.step()
+    traffic.abort(["r1"])
+    tier.write()
+    assert len(tier.kept) == 2
+
+
+def test_what_was_loaded_is_offered_to_all_parts_of_the_tier(tier: SlowTier) -> None:
+    """One may have it no longer, or not yet."""
+    traffic = bench(tier)
+    traffic.ask(1)
+    traffic.step()
+    tier.read()
+    traffic.step()
+    tier.content.clear()
+    tier.write()
+    assert len(tier.content) == 5
+    traffic.drain()
+
+
+def test_blocks_of_adapters_are_kept_by_what_these_are(tier: SlowTier) -> None:
+    traffic = bench(tier)
     before = len(tier.content)
     traffic.serve(2, [5] * 9, lora=LoraRef("a", "/a"))
     assert len(tier.content) == before, "the files of a name may change"

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, at: int) -> None:
     path_of(tmp_path, 1).write_bytes(data)
     assert not read(records, 1)
     assert not path_of(tmp_path, 1).exists()
-    assert records.take_changes() == ([named(1)], [named(1)])
+    assert records.take_changes() == ([], [])
     write(records, 1)
     assert read(records, 1)
 
@@ -160,12 +161,24 @@ def test_those_used_least_recently_make_room(tmp_path: Path) -> None:
     assert [number for number in range(1, 5) if named(number) in records] == [1, 3, 4]
     assert records.num_bytes == 3 * RECORD == sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file())
     stored, lost = records.take_changes()
-    assert stored == [*map(named, (1, 2, 3, 4))]
-    assert lost == [named(2)]
+    assert stored == [*map(named, (1, 3, 4))]
+    assert not lost
     smaller = opened(tmp_path, 2)
     write(smaller, 5)
     assert [number for number in range(1, 6) if named(number) in smaller] == [1, 5] or named(4) in smaller
     assert smaller.num_bytes <= 2 * RECORD
+
+
+def test_changes_are_what_is_different_since_the_last_call(tmp_path: Path) -> None:
+    """Not how often: an idle engine asks for none for hours, while others write."""
+    records = opened(tmp_path, 3)
+    write(records, 1, 2, 3)
+    assert records.take_changes() == ([*map(named, (1, 2, 3))], [])
+    write(records, 4, 5, 1)
+    assert records.take_changes() == ([named(4), named(5)], [named(2), named(3)])
+    for _ in range(3):
+        write(records, 1, 2, 3, 4, 5, 6)
+    assert records.take_changes() == ([named(6)], [named(1)])
 
 
 def test_the_order_of_use_outlives_the_engine(tmp_path: Path) -> None:
@@ -189,6 +202,25 @@ def test_records_of_other_roots_make_room_too(tmp_path: Path) -> None:
     assert not path_of(tmp_path, 1, "old").exists()
     assert path_of(tmp_path, 2, "old").exists()
     assert records.take_changes() == ([named(1), named(2)], [])
+
+
+def test_records_that_others_write_under_other_roots_count_too(tmp_path: Path) -> None:
+    """Servers of two models share a folder, and its size."""
+    mine, theirs = opened(tmp_path, 4), opened(tmp_path, 4, "other")
+    for numbers in ((1,), (2, 3)):
+        for records in (mine, theirs):
+            write(records, *numbers)
+        for records in (mine, theirs):
+            records.scan()
+    assert mine.num_bytes <= 4 * RECORD
+    assert len([*tmp_path.glob("*/??/*")]) <= 4
+
+
+def test_owners_without_records_are_forgotten(tmp_path: Path) -> None:
+    records = opened(tmp_path, 2)
+    for number in range(9):
+        records.write(named(number), content_of(number), f"{number:08}")
+    assert len(records._bytes_of) == 2
 
 
 def test_kept_records_go_last(tmp_path: Path) -> None:
@@ -253,12 +285,38 @@ def test_engines_find_what_others_have_written(tmp_path: Path) -> None:
 def test_what_a_dead_process_was_writing_is_removed(tmp_path: Path) -> None:
     records = opened(tmp_path)
     write(records, 1)
-    unfinished, other = tmp_path / "root" / "writing-999999999", tmp_path / "root" / f"writing-{os.getpid()}"
+    unfinished, other = (tmp_path / "root" / f"writing-{pid}-00000000" for pid in (999999999, os.getpid()))
     unfinished.write_bytes(b"half")
     other.write_bytes(b"half")
     assert read(opened(tmp_path), 1)
     assert not unfinished.exists()
     assert other.exists()
+
+
+def test_writers_with_the_same_number_do_not_write_to_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two containers, or of two engines of one process."""
+    mine, theirs, replace = opened(tmp_path), opened(tmp_path), os.replace
+
+    def write_theirs_first(source: Path, target: Path) -> None:
+        monkeypatch.setattr(module.os, "replace", replace)
+        write(theirs, 2)
+        replace(source, target)
+
+    monkeypatch.setattr(module.os, "replace", write_theirs_first)
+    write(mine, 1)
+    again = opened(tmp_path)
+    assert read(again, 1)
+    assert read(again, 2)
+
+
+def test_a_folder_that_the_last_engine_has_removed_is_not_made_again(tmp_path: Path) -> None:
+    """By a writer that comes late, with a mode with which the next engine would refuse it."""
+    records = opened(tmp_path / "host")
+    shutil.rmtree(tmp_path / "host")
+    write(records, 1)
+    assert not (tmp_path / "host").exists()
 
 
 WRITER = """

@@ -143,7 +143,8 @@ class PrefixCache:
     nothing: what a request has that is not looked up.
     enabled: whether prefix caching is on (never for encoder-decoder models: their KV depends on the encoder's input).
     seed: of the hashes; None draws a secret one.
-    note_filled: told of each block that a request fills, when the step that does is planned; None: nobody asks.
+    note_filled: told of each block that a request fills, when the step that does is planned, or that was loaded for
+        it; None: nobody asks.
     """
 
     note_filled: Callable[[Request, int, KnownBlock], None] | None = None
@@ -199,10 +200,17 @@ class PrefixCache:
 
         parent: the hash before the first, if there is one.
         """
+        spec = sequence.request.spec
         if self._events.cache_folds:
-            spec = sequence.request.spec
             self._write_stored(spec, sequence.token_ids, self._sizing.groups[0], first_block, hashes, blocks, parent)
-        self.insert(0, hashes, blocks)
+        self._insert(spec, 0, hashes, blocks)
+
+    def _insert(self, request: Request, group: int, hashes: list[bytes], blocks: list[int]) -> None:
+        """`insert` what is there for a request, and tell of it."""
+        inserted = self.insert(group, hashes, blocks)
+        if self.note_filled is not None:
+            for block in inserted:
+                self.note_filled(request, block, self._hash_of[block])
 
     def holds(self, block: int, known: KnownBlock) -> bool:
         """Whether the block still holds what it held when it became known as this object. (May be asked by threads.)"""
@@ -351,10 +359,7 @@ class PrefixCache:
             if self._events.cache_folds:
                 parent = chain.hashes[first - 1] if first else None
                 self._write_stored(sequence.request.spec, table.token_ids[row], group, first, hashes, blocks, parent)
-            inserted = self.insert(group.index, hashes, blocks)
-            if self.note_filled is not None:
-                for block in inserted:
-                    self.note_filled(sequence.request.spec, block, self._hash_of[block])
+            self._insert(sequence.request.spec, group.index, hashes, blocks)
         self.num_cached[row] = last
 
     def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:

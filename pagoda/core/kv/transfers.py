@@ -72,7 +72,10 @@ class KVTier(Protocol):
         ...
 
     def store(self, blocks: Sized["FilledBlock"], holds: Callable[["FilledBlock"], bool]) -> None:
-        """Begin to keep blocks.   holds: whether one still holds what it held; to be asked after it was copied."""
+        """Begin to keep blocks, also loaded ones, wherever they are not yet.
+
+        holds: whether one still holds what it held; to be asked after it was copied.
+        """
         ...
 
     def keep(self, hashes: Sized[bytes], ttl_s: int) -> None:
@@ -138,10 +141,12 @@ class Transfers:
         self._asked: set[RequestKey] = set()  # since their last admission
         self._measured: deque[tuple[int, float]] = deque(maxlen=_NUM_MEASURED)  # blocks, seconds
         self._measured_at_s = 0.0
-        self._unstored: deque[tuple[int, list[FilledBlock]]] = deque()  # by the step that fills them, or a later one
+        self._filled: list[FilledBlock] = []
+        self._kept: list[tuple[Sized[bytes], int]] = []  # hashes, seconds
+        # By the step that fills the blocks, or a later one: these, and what is to be kept of those so far.
+        self._unstored: deque[tuple[int, list[FilledBlock], list[tuple[Sized[bytes], int]]]] = deque()
         if tier is not None:
             cache.note_filled = self._note_filled
-        self._filled: list[FilledBlock] = []
 
     def __len__(self) -> int:
         """The requests that wait."""
@@ -254,19 +259,25 @@ class Transfers:
         """
         if self._tier is None:
             return
-        if self._filled:
-            self._unstored.append((last_step, self._filled))
-            self._filled = []
+        if self._filled or self._kept:
+            self._unstored.append((last_step, self._filled, self._kept))
+            self._filled, self._kept = [], []
         while self._unstored and (oldest_in_flight is None or self._unstored[0][0] < oldest_in_flight):
-            filled = [one for one in self._unstored.popleft()[1] if self._cache.holds(one.block, one.known)]
-            self._tier.store(filled, self._holds)
+            _, filled, kept = self._unstored.popleft()
+            self._tier.store([one for one in filled if self._cache.holds(one.block, one.known)], self._holds)
+            for hashes, ttl_s in kept:
+                self._tier.keep(hashes, ttl_s)
 
     def _holds(self, one: FilledBlock) -> bool:
         return self._cache.holds(one.block, one.known)
 
     def keep(self, hashes: Sized[bytes], pin: Pin) -> None:
-        """The blocks of a request with a pin leave it: the tier keeps them as long as the pool does."""
-        if self._tier is not None:
+        """The blocks of a request with a pin leave it: the tier, once it has them, keeps them as long as the pool."""
+        if self._tier is None:
+            return
+        if self._filled or self._unstored:
+            self._kept.append((hashes, pin.ttl_s))
+        else:
             self._tier.keep(hashes, pin.ttl_s)
 
     def _note_changes(self, tier: KVTier) -> None:
