@@ -1,13 +1,15 @@
 """Names of blocks: equal exactly where prefix, adapter, salt and media are equal."""
 
 import numpy as np
+import pytest
 
 from pagoda.base.clock import VirtualClock
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import EventStream
 from pagoda.core.kv import KVGroupSpec, KVSizing
 from pagoda.core.kv.block_pool import BlockPools
-from pagoda.core.kv.prefix_cache import HashChain, PrefixCache, make_root
-from pagoda.core.request import LoraRef, MediaItem
+from pagoda.core.kv.prefix_cache import HashChain, PrefixCache, _seed_bytes, hashes_of_prompt, make_root
+from pagoda.core.request import LoraRef, MediaItem, Request
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_options import SchedulerOptions
 
@@ -116,3 +118,22 @@ def test_a_window_takes_the_last_run_that_is_long_enough() -> None:
 def test_a_chosen_seed_repeats_hashes_and_a_drawn_one_does_not() -> None:
     assert make_cache(seed=7).seed == make_cache(seed=7).seed
     assert make_cache(seed=None).seed != make_cache(seed=None).seed
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 63, 64, 65, 68, 69, 500])
+def test_a_router_hashes_what_a_lookup_asks_for_and_little_more(num_tokens: int) -> None:
+    """The chain of a cache has the same hashes, one block at a time."""
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    request = Request("a", tokens, SamplingParams(), cache_salt="salt")
+    chain, expected = HashChain(make_root(_seed_bytes(7), None, "salt"), 4), list[bytes]()
+    for end in range(4, num_tokens, 4):
+        chain.extend(tokens, end)
+        expected.append(chain.hashes[-1])
+    assert list(hashes_of_prompt(request, 7, 4)) == expected
+    if num_tokens == 500:
+        hashed: list[int] = []
+        extend = HashChain.extend
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(HashChain, "extend", lambda chain, _, end: (hashed.append(end), extend(chain, _, end)))
+            assert next(hashes_of_prompt(request, 7, 4)) == expected[0]
+        assert max(hashed) <= 64

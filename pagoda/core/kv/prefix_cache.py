@@ -25,6 +25,8 @@ from pagoda.core.request import LoraRef, MediaItem, PromptEmbeds, Request, Seque
 from pagoda.core.request_table import RequestTable
 
 _TOKEN_BYTES = 4
+_HASHED_AT_ONCE = 16
+"""Blocks of a prompt: one alone costs twice as much."""
 
 KnownBlock: TypeAlias = tuple[int, bytes]
 """The KV group and the hash of a block. A block that is filled again is known by another object."""
@@ -119,13 +121,14 @@ class CachedPrefix:
 def hashes_of_prompt(request: Request, seed: int, block_size: int) -> Iterator[bytes]:
     """Yield the hashes by which caches with this seed find the prompt's blocks, of those that a lookup asks for.
 
-    Each is computed when it is asked for: a prompt whose beginning is nowhere is not hashed to its end.
+    Few more are computed than are asked for: a prompt whose beginning is nowhere is not hashed to its end.
     """
     root = make_root(_seed_bytes(seed), request.lora, request.cache_salt)
     chain = HashChain(root, block_size, request.media, request.prompt_embeds)
-    for end in range(block_size, request.num_prompt_tokens, block_size):
-        chain.extend(request.prompt_token_ids, end)
-        yield chain.hashes[-1]
+    count = (request.num_prompt_tokens - 1) // block_size
+    for first in range(0, count, _HASHED_AT_ONCE):
+        chain.extend(request.prompt_token_ids, min(first + _HASHED_AT_ONCE, count) * block_size)
+        yield from chain.hashes[first:]
 
 
 def _seed_bytes(seed: int) -> bytes:

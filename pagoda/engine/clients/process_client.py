@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
@@ -80,7 +81,8 @@ class ProcessClient(ClientOutputs):
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._num_unloads: Counter[str] = Counter()
         self._takes_loads = asyncio.Event()
-        self._stats = self._of_ended = self._measured = wire.EngineStats()
+        self._stats = self._measured = wire.EngineStats()
+        self._of_ended: wire.EngineStats | None = None  # the counts of engines before this one
         self._busy_since_s = 0.0
         self.is_stopped = False
         """No engine is wanted now: adapters are loaded into the next one."""
@@ -221,7 +223,8 @@ class ProcessClient(ClientOutputs):
 
         Requests that it does not know yet, during a step, wait.
         """
-        stats = wire.EngineStats.sum_of((self._stats, self._of_ended))
+        ended = self._of_ended  # with many replicas, sums take longest of all that is done when requests end
+        stats = replace(self._stats) if ended is None else wire.EngineStats.sum_of((self._stats, ended))
         stats.num_waiting += max(0, len(self._journal) - stats.num_requests)
         stats.at_s = max(stats.at_s, self._busy_since_s)
         stats.num_gone = int(self.died is not None)
@@ -465,7 +468,8 @@ class ProcessClient(ClientOutputs):
     def on_lost(self) -> None:
         loras = [entry.request.lora for entry in self._journal]
         last = self._stats
-        self._of_ended = wire.EngineStats.sum_of((self._of_ended, last.counters()))
+        ended = [last.counters(), *([] if self._of_ended is None else [self._of_ended])]
+        self._of_ended = wire.EngineStats.sum_of(ended)
         self._stats = wire.EngineStats(
             num_blocks=last.num_blocks,
             num_free_blocks=last.num_blocks,
