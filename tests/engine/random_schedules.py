@@ -27,6 +27,7 @@ from pagoda.worker.grammar_rows import GrammarMasks
 from pagoda.worker.launched_steps import LaunchedStep
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.speculation.drafter import Draft
 from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.worker import Worker
 from tests.engine.driver import MAX_STEPS, request
@@ -131,6 +132,33 @@ class TappedSampler:
             if token != table.token_ids[row, position]:  # the draft; of a row's last draw there is none
                 wrong.add(row)
         return drawn
+
+
+class Foresight:
+    """Drafts what sequences are known to say, of which some last tokens are wrong.
+
+    texts: seed -> prompt and output. Nothing is drafted for other seeds.
+    """
+
+    runs_model = False
+
+    def __init__(self, texts: Mapping[int, Sequence[int]], vocab_size: int) -> None:
+        self._texts, self._vocab_size = texts, vocab_size
+        self._rng = np.random.default_rng(2)
+
+    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
+        pass
+
+    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> list[Draft]:
+        seeds, known = table.seeds[rows].tolist(), table.num_tokens[rows].tolist()
+        each = zip(seeds, known, most.tolist(), strict=True)
+        return [self._draft(self._texts.get(seed, ())[first:], count) for seed, first, count in each]
+
+    def _draft(self, text: Sequence[int], most: int) -> Draft:
+        tokens = np.array(text[: self._rng.integers(1, most + 1)], np.int32)
+        num_right = self._rng.choice([len(tokens), self._rng.integers(len(tokens) + 1)])
+        tokens[num_right:] = (tokens[num_right:] + 1) % self._vocab_size
+        return Draft(tokens)
 
 
 class StepCounter:

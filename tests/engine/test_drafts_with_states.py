@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.scheduler_output import SchedulerOutput
-from pagoda.worker.speculation.drafter import Draft
-from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import WITH_STATES, DeviceUnderTest
-from tests.engine.random_schedules import Script, Watched, alone, differences, make_engine, play
+from tests.engine.random_schedules import Foresight, Script, Watched, alone, differences, make_engine, play
 from tests.models.tiny import CONFIGS, make_model, save
 
 pytestmark = pytest.mark.usefixtures("on_the_device")
@@ -20,28 +17,6 @@ VOCAB, BLOCK = 160, 16
 LONGEST = 170  # no multiple of a block
 PROMPT = np.random.default_rng(1).integers(3, VOCAB, 37).tolist()
 QUICK = ("lfm2", "mamba2", "qwen3.5")
-
-
-class Foresight:
-    """Drafts up to a block of what is known to come, of which some last tokens are wrong."""
-
-    runs_model = False
-
-    def __init__(self) -> None:
-        self.text: list[int] = []
-        self._rng = np.random.default_rng(2)
-
-    def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
-        pass
-
-    def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> list[Draft]:
-        return [self._draft(int(table.num_tokens[row]), count) for row, count in zip(rows, most.tolist(), strict=True)]
-
-    def _draft(self, known: int, most: int) -> Draft:
-        tokens = np.array(self.text[known : known + self._rng.integers(1, most + 1)], np.int32)
-        num_right = self._rng.choice([len(tokens), self._rng.integers(len(tokens) + 1)])
-        tokens[num_right:] = (tokens[num_right:] + 1) % VOCAB
-        return Draft(tokens)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +37,7 @@ def test_hits_resume_from_states_that_steps_with_drafts_left(
     first = Watched(PROMPT, SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True), 0)
     text = PROMPT + alone(model, [first], options).tokens[0]
     assert len(text) == LONGEST
-    foresight = Foresight()
-    foresight.text = [*text]
+    foresight = Foresight({first.seed: text}, VOCAB)
     few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     later = [Watched([*text[:end], 3, 4, 5], few, 10 + end) for end in range(LONGEST - 10, len(PROMPT), -30)]
     expected = alone(model, [first, *later], options)
