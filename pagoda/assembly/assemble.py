@@ -81,7 +81,9 @@ def build_engine_core(
     for sentence in settings_without_effect(setup.config):
         logger.warning("%s", sentence)
     clock = clock or SystemClock()
-    tier = open_tier(setup)
+    # Before the executor pins this thread: the threads that these start may use all CPUs.
+    weights = digest_of_weights(setup.files)
+    tier, publisher = open_tier(setup), _make_publisher(setup, replica)
     executor = inner = build_executor(setup, capacity, pin_threads, on_death, ray_group)
     if wrap_executor is not None:
         executor = wrap_executor(executor, options_of(setup).max_rows)
@@ -89,16 +91,13 @@ def build_engine_core(
         setup, capacity = start_executor(executor, setup, capacity)
     except BaseException:
         executor.shutdown()
+        if publisher is not None:
+            publisher.close()
         raise
     if tier is not None:
         assert isinstance(inner, InProcessExecutor), "the settings were checked"
         tier.attach(cast("Worker", inner.worker).kv_memory())
     options = options_of(setup)
-    try:
-        publisher = _make_publisher(setup, capacity.block_size, replica)
-    except ConfigError:
-        executor.shutdown()
-        raise
     lora = setup.config.model.lora
     preparations = ExecutorPreparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
     scheduler = _make_scheduler(make_scheduler, setup, capacity, clock, preparations, tier)
@@ -112,7 +111,7 @@ def build_engine_core(
         max_num_seqs=setup.config.scheduler.max_num_seqs,
         max_num_batched_tokens=setup.config.scheduler.max_num_batched_tokens,
         prefix_group=prefix_group(setup.groups),
-        weights=digest_of_weights(setup.files),
+        weights=weights,
     )
     core = EngineCore(
         scheduler,
@@ -134,13 +133,13 @@ def build_engine_core(
     return core
 
 
-def _make_publisher(setup: EngineSetup, block_size: int, replica: int) -> "KVEventPublisher | None":
+def _make_publisher(setup: EngineSetup, replica: int) -> "KVEventPublisher | None":
     config = setup.config.cache
     if not config.kv_events_config.is_on:
         return None
     from pagoda.engine.kv_events import KVEventPublisher  # its sockets take a library that little else needs
 
-    return KVEventPublisher(config.kv_events_config, setup.groups, block_size, replica)
+    return KVEventPublisher(config.kv_events_config, setup.groups, config.block_size, replica)
 
 
 def _make_scheduler(

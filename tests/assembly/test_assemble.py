@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gguf.constants import GGMLQuantizationType as Kind
 
+from pagoda.assembly import assemble
 from pagoda.assembly.assemble import build_engine_core
 from pagoda.assembly.engine_setup import resolve_engine, scheduler_options
 from pagoda.assembly.sizing import size_cache
@@ -21,8 +22,10 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.setting import describe_settings
 from pagoda.base.speculative_config import SpeculativeConfig
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.engine.executor import Executor
 from pagoda.kernels import select
 from pagoda.loading.fetch_hub import SOURCES
+from pagoda.loading.model_files import ModelFiles
 from tests.engine.driver import drive, request, write_tiny_llama
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model
@@ -304,6 +307,26 @@ def test_a_gguf_of_floats_computes_in_their_type_but_float16_in_bfloat16_on_a_cp
     on_cpu = "bfloat16" if kind is Kind.F16 else own
     assert (resolve_engine(config(model)).dtype, resolve_engine(config(model, device="cuda")).dtype) == (on_cpu, own)
     assert resolve_engine(config(model, dtype="float16")).dtype == "float16"
+
+
+def test_weights_are_hashed_before_the_thread_that_computes_is_pinned(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By threads that would be pinned with it: gigabytes at the speed of one core."""
+    order: list[str] = []
+
+    def hashed(files: ModelFiles) -> str:
+        order.append("hash")
+        return "digest"
+
+    monkeypatch.setattr(assemble, "digest_of_weights", hashed)
+
+    def wrap(inner: Executor, max_rows: int) -> Executor:
+        order.append("executor")
+        return inner
+
+    build_engine_core(config(model, distributed_executor_backend="fake"), wrap_executor=wrap).shutdown()
+    assert order == ["hash", "executor"]
 
 
 @pytest.mark.parametrize("module", ["pagoda.assembly.engine_process", "pagoda.server.api_process", "pagoda.cli.main"])

@@ -22,7 +22,10 @@ THREADS = available_cpus()
 @pytest.mark.skipif(not cores_to_pin(THREADS), reason="no threads are pinned: one core, or a quota on shared ones")
 @pytest.mark.parametrize("async_scheduling", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_only_the_threads_that_compute_steps_are_pinned(async_scheduling: bool, tmp_path: Path) -> None:
-    """Not those that fill masks, compile grammars, wait for results or serve libraries, wherever they were started."""
+    """Not those that fill masks, compile grammars, publish events, wait for results, hash the model's files or serve
+    libraries, wherever they were started.
+    """
+    events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/events"}
     config = EngineConfig.from_options(
         model=str(write_byte_llama(tmp_path / "llama")),
         max_model_len=128,
@@ -30,6 +33,7 @@ def test_only_the_threads_that_compute_steps_are_pinned(async_scheduling: bool, 
         kernels="native",
         threads=THREADS,
         async_scheduling=async_scheduling,
+        kv_events_config=events,
     )
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
