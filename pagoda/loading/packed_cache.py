@@ -52,27 +52,30 @@ class PackedCache:
         """
         path = self.folder / f"{key}.packed"
         try:
-            if (found := self._read(path)) is not None:
-                return found
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with one_process(path.with_suffix(".lock"), "another process packs the same weights; waiting for it ..."):
+            with contextlib.suppress(DamagedFile):  # another process may just make it again
                 if (found := self._read(path)) is not None:
                     return found
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with one_process(path.with_suffix(".lock"), "another process packs the same weights; waiting for it ..."):
+                try:
+                    if (found := self._read(path)) is not None:
+                        return found
+                except DamagedFile as error:
+                    logger.warning("%s is damaged, and made again: %s", path, error)
+                for left in (path, path.with_suffix(".partial")):  # the latter by a process that was killed
+                    left.unlink(missing_ok=True)
                 self._make_room(num_bytes())
                 self._write(path, write)
                 return self._read(path)
-        except (OSError, NotImplementedError) as error:  # the latter of locks, on file systems without them
+        except (OSError, DamagedFile) as error:
             logger.warning("packed weights are not kept in %s for the next start: %s", self.folder, error)
             return None
 
     def _read(self, path: Path) -> Mapping[str, PackedWeight] | None:
+        """Return the weights of a file, None if there is none. Raises DamagedFile."""
         try:
             found = read_packed(path, self.checks)
         except FileNotFoundError:
-            return None
-        except DamagedFile as error:
-            logger.warning("%s is damaged, and made again: %s", path, error)
-            path.unlink()
             return None
         with contextlib.suppress(OSError):  # a folder that is only read
             os.utime(path)  # the file that was not used for longest is removed first
@@ -81,7 +84,6 @@ class PackedCache:
     def _write(self, path: Path, write: Callable[[PackedFileWriter], None]) -> None:
         logger.info("packing weights into %s, once for this model ...", path)
         partial = path.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
         try:
             with partial.open("xb") as file:
                 writer = PackedFileWriter(file)
@@ -105,12 +107,15 @@ class PackedCache:
             raise OSError(
                 f"{human_bytes(num_bytes)} are more than PAGODA_PACKED_CACHE_SIZE={human_bytes(self.max_bytes)}"
             )
-        files = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in self.folder.glob("*.packed"))
-        total = sum(size for _, size, _ in files)
-        for _, size, file in files:
+        states: list[tuple[os.stat_result, Path]] = []
+        for file in self.folder.glob("*.packed"):
+            with contextlib.suppress(FileNotFoundError):  # another process makes room, too
+                states.append((file.stat(), file))
+        total = sum(state.st_size for state, _ in states)
+        for state, file in sorted(states, key=lambda one: one[0].st_mtime):
             if total + num_bytes > self.max_bytes:
                 file.unlink(missing_ok=True)
-                total -= size
+                total -= state.st_size
         free = shutil.disk_usage(self.folder).free
         if num_bytes > free // 2:
             raise OSError(f"{human_bytes(num_bytes)} are more than half of the {human_bytes(free)} that are free")

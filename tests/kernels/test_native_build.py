@@ -119,6 +119,17 @@ def test_a_library_that_cannot_be_written_is_an_error(
         build.build(tmp_path / "file" / "cache", compiler)
 
 
+def test_a_folder_without_locks_is_like_one_that_cannot_be_written(
+    tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def acquire(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError("no flock")  # filelock 3.16
+
+    monkeypatch.setattr("filelock.FileLock.acquire", acquire)
+    with pytest.raises(build.CacheNotWritable, match="no flock"):
+        build.build(tmp_path / "cache", compiler)
+
+
 def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(
     tiny_kernels: Path,
     compiler: build.Compiler,

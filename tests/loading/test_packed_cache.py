@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -279,6 +279,67 @@ def test_starts_at_the_same_time_make_one_file(tmp_path: Path, ops: NativeOps, c
     with ThreadPoolExecutor(4) as starts:
         assert {done.result() for done in [starts.submit(start) for _ in range(4)]} == {bits(weight.panels)}
     assert len(written) == 1
+
+
+def test_a_damaged_file_that_two_processes_find_is_made_once(
+    ops: NativeOps, cache: PackedCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that looks at it for longer does not remove what the other has made meanwhile."""
+    weight, written = ops.linears.prepare(torch.zeros(64, 64)), list[str]()
+
+    def start(name: str) -> None:
+        def write(writer: PackedFileWriter) -> None:
+            written.append(name)
+            writer.add("weight", weight)
+
+        assert cache.open_or_make("key", lambda: 1, write) is not None
+
+    start("first")
+    damage(cache.folder / "key.packed", "a byte of the tail")
+    read, waits = packed_cache.read_packed, [lambda: start("meanwhile")]
+
+    def read_slowly(*args: Any) -> object:
+        try:
+            return read(*args)
+        finally:
+            if waits:
+                waits.pop()()
+
+    monkeypatch.setattr(packed_cache, "read_packed", read_slowly)
+    start("slow")
+    assert written == ["first", "meanwhile"]
+    assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
+
+
+def test_what_a_killed_process_has_left_takes_no_room_from_the_next(
+    ops: NativeOps, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start after another would find the disk half full, by what the first has left."""
+    weight = ops.linears.prepare(torch.zeros(64, 64))
+    cache.folder.mkdir(parents=True)
+    (cache.folder / "key.partial").write_bytes(bytes(1000))
+
+    def usage(folder: Path) -> _Usage:
+        return _Usage(2500 - sum(file.stat().st_size for file in folder.glob("*.partial")))
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    assert cache.open_or_make("key", lambda: 1000, lambda writer: writer.add("weight", weight)) is not None
+
+
+def test_ranks_that_make_room_at_the_same_time_do_not_miss_each_others_files(
+    ops: NativeOps, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, stat = ops.linears.prepare(torch.zeros(64, 64)), Path.stat
+    cache.folder.mkdir(parents=True)
+    (cache.folder / "old.packed").write_bytes(b"1")
+
+    def gone(path: Path, **how: Any) -> os.stat_result:
+        if path.name == "old.packed":
+            path.unlink(missing_ok=True)  # by another rank
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    assert cache.open_or_make("key", lambda: 1, lambda writer: writer.add("weight", weight)) is not None
 
 
 @pytest.mark.parametrize("case", ["full while written", "half full", "no folder", "over the limit"])

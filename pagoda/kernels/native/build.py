@@ -121,12 +121,15 @@ def one_process(path: Path, waiting: str | None) -> Generator[bool, None, None]:
     """Keep other processes out of what the file `path` stands for. One that ends lets go.
 
     waiting: what is logged if another process is in it, before waiting for that; None: do not wait, but give False.
+    Raises OSError, also on file systems without locks.
     """
     from filelock import FileLock, Timeout  # not there where a wheel is built, which only asks for the flags
 
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
+    except NotImplementedError as error:
+        raise OSError(f"{path}: {error}") from None
     except Timeout:
         if waiting is None:
             yield False
