@@ -22,6 +22,8 @@ from pagoda.process.cgroups import cgroup_folders
 
 _MAX_BLOCKS = 2**31 - 2  # block ids are int32
 _GIB = 1024**3
+_FILE_PAGES = ("inactive_file", "active_file", "file_mapped", "shmem")
+_FILE_PAGES_V1 = ("total_inactive_file", "total_active_file", "total_mapped_file", "total_shmem")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +134,11 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
         used = _read_int(directory / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
         if limit is None or used is None or limit >= 2**60:  # v1 writes a huge number for "none"
             continue
-        field = "inactive_file" if is_v2 else "total_inactive_file"
         stat = dict(line.split() for line in (_read(directory / "memory.stat") or "").splitlines())
-        found.append((limit, limit - used + int(stat.get(field, 0))))
+        names = _FILE_PAGES if is_v2 else _FILE_PAGES_V1
+        inactive, active, mapped, shared = (int(stat.get(name, 0)) for name in names)
+        unmapped = inactive + active - max(0, mapped - shared)  # pages read through a mapping are inactive at first
+        found.append((limit, limit - used + max(0, min(inactive, unmapped))))
     return found
 
 

@@ -83,6 +83,33 @@ def test_v2_the_tightest_ancestor_decides(tmp_path: Path) -> None:
     assert available_memory(root) == 2 * GIB
 
 
+@pytest.mark.parametrize(
+    ("is_v2", "prefix", "mapped"), [(True, "", "file_mapped"), (False, "total_", "total_mapped_file")]
+)
+def test_files_that_are_mapped_are_not_available_in_a_container(
+    is_v2: bool, prefix: str, mapped: str, tmp_path: Path
+) -> None:
+    """Weights that are read from a file for the first time are among its inactive pages."""
+    root = machine(tmp_path)
+    write(root, proc__self__cgroup="0::/\n" if is_v2 else "4:memory:/\n")
+    base = "sys__fs__cgroup__memory_dot_" if is_v2 else "sys__fs__cgroup__memory__memory_dot_"
+    limit, used = ("max", "current") if is_v2 else ("limit_in_bytes", "usage_in_bytes")
+    write(root, **{f"{base}{limit}": f"{4 * GIB}", f"{base}{used}": f"{3 * GIB}"})
+
+    def left(inactive: int, active: int, of_mapped: int, shared: int = 0) -> int:
+        counts = {"inactive_file": inactive, "active_file": active, "shmem": shared}
+        lines = "".join(f"{prefix}{name} {count * GIB}\n" for name, count in counts.items())
+        write(root, **{f"{base}stat": f"{lines}{mapped} {of_mapped * GIB}\n"})
+        return available_memory(root) // GIB
+
+    assert left(2, 0, 0) == 3
+    assert left(2, 0, 2) == 1
+    assert left(2, 1, 2) == 2
+    assert left(1, 2, 2) == 2  # those that are mapped have become active
+    assert left(2, 0, 2, shared=2) == 3  # what is mapped is shared memory, and in neither
+    assert left(1, 0, 2) == 1
+
+
 def test_v2_inside_a_container_the_mount_is_our_group(tmp_path: Path) -> None:
     root = machine(tmp_path)
     write(root, proc__self__cgroup="0::/../../pod123\n")
