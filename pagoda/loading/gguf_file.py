@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import CapacityError, ConfigError
@@ -43,6 +42,9 @@ _MAX_DIMENSIONS = 4
 _LENGTH_BYTES = 8  # in front of each string
 _WINDOW = 1 << 15  # bytes in which the strings of an array are looked for together
 
+if TYPE_CHECKING:
+    from gguf.constants import GGMLQuantizationType
+
 T = TypeVar("T", int, float, str, bool)
 
 
@@ -55,10 +57,17 @@ class GGUFTensor:
 
     name: str
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: "GGMLQuantizationType"
     offset: int
     num_bytes: int
     part: int = 0
+
+
+def block_of(kind: "GGMLQuantizationType") -> tuple[int, int]:
+    """Return how many values of a type are stored together, and their bytes."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    return GGML_QUANT_SIZES[kind]
 
 
 class StringArray:
@@ -169,6 +178,9 @@ class GGUFFile:
             )
 
     def _read_tensors(self, cursor: "_Cursor", num_tensors: int) -> dict[str, GGUFTensor]:
+        # Imported here because it takes 4 % of an API process's start, and most have no such file.
+        from gguf.constants import GGMLQuantizationType
+
         heads: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
         for _ in range(num_tensors):
             name = cursor.text()
@@ -199,8 +211,8 @@ class GGUFFile:
             tensors[name] = GGUFTensor(name, shape, kind, base + offset, num_bytes, self._part)
         return tensors
 
-    def _num_bytes(self, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
-        block, block_bytes = GGML_QUANT_SIZES[kind]
+    def _num_bytes(self, name: str, shape: tuple[int, ...], kind: "GGMLQuantizationType") -> int:
+        block, block_bytes = block_of(kind)
         if not shape or shape[-1] % block:
             raise ConfigError(
                 f"{self.path}: corrupt GGUF: tensor {abbreviate(name)} {shape} does not divide into {kind.name} blocks"

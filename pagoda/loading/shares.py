@@ -2,8 +2,6 @@
 
 from math import lcm
 
-from gguf.constants import GGML_QUANT_SIZES
-
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import RankPlace
 from pagoda.kernels.linear.forms import ONLINE_FORMS
@@ -11,7 +9,7 @@ from pagoda.layers.kv import with_shapes_of
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Axis, Matrix
 from pagoda.layers.sharding import RankNumber, divide
-from pagoda.loading.gguf_file import open_gguf
+from pagoda.loading.gguf_file import block_of, open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import weight_pieces
@@ -90,5 +88,5 @@ def _largest_block(model: Model, files: ModelFiles, architecture: Architecture) 
         if isinstance(matrix, Matrix) and matrix.shard is Axis.IN:
             for piece in weight_pieces(architecture.gguf, path, matrix, parameter.shard):
                 if piece.name in tensors:
-                    largest = max(largest, GGML_QUANT_SIZES[tensors[piece.name].type][0])
+                    largest = max(largest, block_of(tensors[piece.name].type)[0])
     return largest

@@ -6,7 +6,6 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES
 from safetensors import SafetensorError, safe_open
 
 from pagoda.base.errors import ConfigError
@@ -15,7 +14,7 @@ from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, WeightFormat
 from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight, UnstackedWeight
 from pagoda.loading.ctranslate2 import CTranslate2File, StoredRows
 from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
-from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
+from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, block_of, open_gguf
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.mxfp4 import BLOCK_VALUES, read_mxfp4
 from pagoda.loading.packed_codes import packed_weight, scaled_floats
@@ -151,7 +150,7 @@ class GGUFWeights(Weights[GGUFTensor]):
 
     def _region(self, tensor: GGUFTensor, region: Region) -> np.ndarray:
         """Return the region's blocks as a view of the mapped file: uint8 [rows, blocks, bytes of a block]."""
-        block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        block, block_bytes = block_of(tensor.type)
         data = self._file.bytes_of(tensor)
         blocks = np.frombuffer(data, np.uint8).reshape(*tensor.shape[:-1], -1, block_bytes)
         if region.columns is not None and len(tensor.shape) == 1:  # a matrix of one row
