@@ -95,10 +95,7 @@ class EngineServer:
             self._send(wire.StepOutputs(of_step, core.strip.take_step_tokens(), stats))
 
     def _note_cache(self, event: Event) -> None:
-        if isinstance(event, Stored | Removed) and (event.group, event.tier) == (
-            self._core.sizes.prefix_group,
-            "device",
-        ):
+        if isinstance(event, Stored | Removed) and event.group == self._core.sizes.prefix_group:
             self._cache_changes.update(dict.fromkeys(event.hashes, isinstance(event, Stored)))
 
     def _send_cache_changes(self) -> None:

@@ -20,7 +20,6 @@ class EncoderCache:
     """
 
     def __init__(self, capacity_tokens: int) -> None:
-        self.capacity_tokens = capacity_tokens
         self.num_free_tokens = capacity_tokens
         self._length: dict[str, int] = {}
         self._holders: dict[str, set[RequestState]] = {}

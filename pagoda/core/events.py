@@ -218,7 +218,7 @@ class Ended(RequestEvent):
 class Stored:
     """Blocks of KV group `group` can be found by these hashes from now on; each is the prefix of the next.
 
-    parent: the hash before the first, None for a first block.   tier: the memory that has them.
+    parent: the hash before the first, None for a first block.
     request: whose blocks they are.   first_token: position of the first of their tokens.   token_ids: those, int32.
     """
 
@@ -230,7 +230,6 @@ class Stored:
     request: Request
     first_token: int
     token_ids: bytes
-    tier: str = "device"
 
 
 @_event
@@ -241,12 +240,11 @@ class Removed:
     time_s: float
     group: int
     hashes: tuple[bytes, ...]
-    tier: str = "device"
 
 
 @_event
 class TierChanged:
-    """Blocks with these hashes are found in a tier beyond the pool from now on, or no longer.   tier: as of Stored."""
+    """Blocks with these hashes are found in a tier beyond the pool from now on, or no longer.   tier: its name."""
 
     step: int
     time_s: float

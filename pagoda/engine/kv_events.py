@@ -37,8 +37,8 @@ LAST = (-1).to_bytes(8, "big", signed=True)
 
 _MOST_PER_BATCH = 1_000
 _LOOK_AT_REPLAYS_S = 0.1
-_MEDIA = {"device": "GPU", "host": "CPU", "disk": "STORAGE"}
-"""A tier -> its word in vLLM. Also a CPU's blocks are GPU's there: readers route by no others."""
+_POOL, _TIERS = "GPU", {"host": "CPU", "disk": "STORAGE"}
+"""The words of vLLM. Also a CPU's pool is the GPU's there: readers route by no other blocks."""
 _KINDS = {
     KVGroupKind.FULL: "full_attention",
     KVGroupKind.WINDOW: "sliding_window",
@@ -181,8 +181,8 @@ class KVEventPublisher:
         return [AllBlocksCleared()], is_open
 
     def _told(self, event: CacheEvent) -> list[_Told]:
-        medium = _MEDIA[event.tier]
         if isinstance(event, TierChanged):
+            medium = _TIERS[event.tier]
             stored, lost = ([_number(one) for one in hashes] for hashes in (event.stored, event.lost))
             told: list[_Told] = []
             if stored:
@@ -201,7 +201,7 @@ class KVEventPublisher:
             return [*told, BlockRemoved(lost, medium, 0)] if lost else told
         spec, hashes = self._groups[event.group], [_number(one) for one in event.hashes]
         if isinstance(event, Removed):
-            return [BlockRemoved(hashes, medium, event.group)]
+            return [BlockRemoved(hashes, _POOL, event.group)]
         size, lora = self._block_size, event.request.lora
         stored_now = BlockStored(
             hashes,
@@ -209,7 +209,7 @@ class KVEventPublisher:
             token_ids=np.frombuffer(event.token_ids, np.int32).tolist(),
             block_size=size,
             lora_id=None,
-            medium=medium,
+            medium=_POOL,
             lora_name=None if lora is None else lora.name,
             extra_keys=_extra_keys(event, size),
             group_idx=event.group,

@@ -176,13 +176,13 @@ def test_what_else_must_agree_is_told_of_each_block(
     publisher = KVEventPublisher(config, [KVGroupSpec(), KVGroupSpec(KVGroupKind.WINDOW, window=8)], SIZE, replica=1)
     own = dataclasses.replace(config, replay_endpoint=endpoint_of(str(config.replay_endpoint), 1))
     publisher.note(stored(b"a" * 32, b"b" * 32, b"c" * 32, request=request, group=1))
-    publisher.note(Removed(1, 0.0, 1, (b"a" * 32,), "host"))
+    publisher.note(Removed(1, 0.0, 1, (b"a" * 32,)))
     _, told, removed = Reader(context, own).events_until(BlockRemoved)
     salt = hashlib.sha256(b"secret").hexdigest()
     assert told.extra_keys == [["poet", ["image", 3], salt], ["poet", ["image", -1]], ["poet"]]
     assert (told.lora_name, told.lora_id, told.kv_cache_spec_kind) == ("poet", None, "sliding_window")
     assert (told.kv_cache_spec_sliding_window, told.group_idx) == (8, 1)
-    assert (removed.medium, removed.block_hashes) == ("CPU", told.block_hashes[:1])
+    assert (removed.medium, removed.block_hashes) == ("GPU", told.block_hashes[:1])
     publisher.close()
 
 

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, blocks_per_snapshot
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
+from pagoda.core.kv.sizing import blocks_per_snapshot
 from pagoda.core.request import Request
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import TwinRequest, TwinSequence

@@ -11,7 +11,8 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerLimits
-from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing, blocks_per_snapshot
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing
+from pagoda.core.kv.sizing import blocks_per_snapshot
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
