@@ -14,9 +14,10 @@ from pagoda.core.policy import RequestQueue
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.request import AdmitKind, Reason, RequestState, RequestStatus, Sequence
 from pagoda.core.rules import (
-    BLOCK_KINDS,
     BY_ENCODER,
     MAX_ADAPTER_SKIPS,
+    MORE_ROOM,
+    block_kinds,
     find_prefix,
     fit_chunk,
     fit_chunks,
@@ -106,8 +107,9 @@ def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_
 def _end_outgrown(state: SchedulerState, plan: StepPlan, sequence: Sequence) -> None:
     """End a sequence that the pool cannot hold, with the tokens it has; a beam search ends as a whole."""
     request, rows = sequence.request, set(sequence.request.rows)
-    there = " and ".join(f"{count} {kind}" for count, kind in zip(state.kv.num_blocks, BLOCK_KINDS, strict=False))
-    message = f"the KV cache has {there}: too few for this request to continue"
+    kinds = block_kinds(state.kv.sizing)
+    there = " and ".join(f"{count} {kind}" for count, kind in zip(state.kv.num_blocks, kinds, strict=True))
+    message = f"the KV cache has {there}: too few for this request to continue; {MORE_ROOM}"
     for other in request.unfinished if request.spec.is_beam_search else [sequence]:
         if other.row >= 0:
             state.encoder.unplan_runs(plan, other)
@@ -200,7 +202,7 @@ def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reas
         return None
     state.encoder.cache.drop_all(request)
     if reason is Reason.NEVER:
-        refuse(state, request, "needs more KV blocks than there are")
+        refuse(state, request, f"needs more KV blocks than there are; {MORE_ROOM}")
         return None
     return reason
 

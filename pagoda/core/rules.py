@@ -6,7 +6,7 @@ All are ordered functions: to add a rule, add a branch at its place. The first r
 import numpy as np
 
 from pagoda.core.events import Limited
-from pagoda.core.kv import CachedPrefix
+from pagoda.core.kv import CachedPrefix, KVSizing
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import Reason, RequestState
 from pagoda.core.state import SchedulerState
@@ -19,8 +19,15 @@ MAX_ADAPTER_SKIPS = 64
 """Steps in which a request may be skipped for its adapter; after that, no adapter's newcomers pass it."""
 
 
-BLOCK_KINDS = "KV blocks", "blocks of recurrent states"
-"""What errors call the blocks of each pool."""
+_BLOCK_KINDS = "KV blocks", "blocks of recurrent states"
+
+MORE_ROOM = "ask for fewer sequences or tokens, or give the cache more memory (kv_cache_memory)"
+"""What helps a request that the pools cannot hold."""
+
+
+def block_kinds(sizing: KVSizing) -> tuple[str, ...]:
+    """Return what errors call the blocks of each pool."""
+    return _BLOCK_KINDS[-sizing.num_pools :] if sizing.has_states else _BLOCK_KINDS[:1]
 
 
 def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Reason | None:
@@ -56,9 +63,10 @@ def why_never(state: SchedulerState, request: RequestState) -> str | None:
     """Return why a waiting request can never be served: too many blocks or sequences, or too long for a step."""
     config, num_prompt = state.config, request.spec.num_prompt_tokens
     num_seqs, longest = len(request.unfinished), config.max_num_batched_tokens
-    for need, there, kind in zip(state.kv.most_blocks(request), state.kv.num_blocks, BLOCK_KINDS, strict=False):
+    kinds = block_kinds(state.kv.sizing)
+    for need, there, kind in zip(state.kv.most_blocks(request), state.kv.num_blocks, kinds, strict=True):
         if need > there:
-            return f"needs {need} {kind} of the {there} there are"
+            return f"needs {need} {kind} of the {there} there are; {MORE_ROOM}"
     if num_seqs > config.max_num_seqs:
         return f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
     if state.is_phased and num_prompt > longest:

@@ -8,6 +8,7 @@ import pytest
 from pagoda.base.config import PreemptionMode
 from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape
 from pagoda.core.request import LoraRef, MediaItem
+from pagoda.core.rules import MORE_ROOM
 from tests.core.rig import Rig
 
 FULL = KVGroupSpec()
@@ -420,15 +421,25 @@ def test_sequences_that_cannot_have_a_state_each_are_refused_by_name() -> None:
     rig.add("b", 3, n=3, max_tokens=2)
     first = rig.step()
     message = "request a needs 4 blocks of recurrent states of the 3 there are"
-    assert [finish.message for finish in first.finishes] == [message] * 4
+    assert [finish.message for finish in first.finishes] == [f"{message}; {MORE_ROOM}"] * 4
     assert first.emitted == rig.run() == {"b/0": [7], "b/1": [7], "b/2": [7]}
 
 
-def test_a_sequence_that_the_pools_cannot_hold_says_how_large_they_are() -> None:
-    rig = Rig(groups=(FULL, LARGE_STATE), num_blocks=64, max_num_seqs=4, max_num_batched_tokens=4)
+@pytest.mark.parametrize(
+    ("groups", "num_blocks", "there"),
+    [
+        ((FULL, LARGE_STATE), 64, "64 KV blocks and 3 blocks of recurrent states"),
+        ((LARGE_STATE,), 3, "3 blocks of recurrent states"),
+    ],
+    ids=str,
+)
+def test_a_sequence_that_the_pools_cannot_hold_says_how_large_they_are(
+    groups: tuple[KVGroupSpec, ...], num_blocks: int, there: str
+) -> None:
+    rig = Rig(groups=groups, num_blocks=num_blocks, max_num_seqs=4, max_num_batched_tokens=4)
     rig.add("a", 8, n=3, max_tokens=2)
     finishes = [finish for _ in range(4) for finish in rig.step().finishes]
-    message = "the KV cache has 64 KV blocks and 3 blocks of recurrent states: too few for this request to continue"
+    message = f"the KV cache has {there}: too few for this request to continue; {MORE_ROOM}"
     assert message in [finish.message for finish in finishes]
 
 
