@@ -27,7 +27,7 @@ from pagoda.engine.clients.calls import Calls
 from pagoda.engine.clients.engine_link import SOCKET, open_recorder
 from pagoda.engine.engine_core import EngineCore, why_refused
 from pagoda.executors.multi_process import RankDied
-from pagoda.process.allocator import keep_objects, return_freed_memory
+from pagoda.process.allocator import collecting_nothing, keep_objects, return_freed_memory
 from pagoda.process.child_process import RendezvousDir, end_with_parent, read_start
 from pagoda.process.logs import configure_logging
 from pagoda.process.out_of_memory import is_out_of_memory
@@ -210,9 +210,11 @@ def main() -> None:
     try:
         # The process runs no other threads, so pinning is safe.
         recorder = open_recorder(place, config)
-        core = build_engine_core(
-            take_share(config, number), pin_threads=True, on_death=_end_like, recorder=recorder, replica=number
-        )
+        with collecting_nothing():
+            core = build_engine_core(
+                take_share(config, number), pin_threads=True, on_death=_end_like, recorder=recorder, replica=number
+            )
+            keep_objects()
     except Exception as error:
         known = isinstance(error, PagodaError | OSError | MemoryError) or is_out_of_memory(error)
         if not known:
@@ -222,7 +224,6 @@ def main() -> None:
         socket.close(linger=1000)
         sys.exit(1)
     at_end.callback(core.flush)
-    keep_objects()
     socket.send(codec.encode(wire.Ready(core.sizes)))
     EngineServer(core, socket, tells_cache=config.server.data_parallel_size > 1).run()
 
@@ -232,7 +233,3 @@ def _end_like(error: WorkerDied) -> None:
     if isinstance(error, RankDied) and error.code == -signal.SIGKILL:
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

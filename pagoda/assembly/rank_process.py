@@ -1,4 +1,4 @@
-"""A rank's process, with a worker of the settings: `python -m pagoda.assembly.rank_process`."""
+"""A rank's process, with a worker of the settings: a module that `LocalRanks` starts."""
 
 import dataclasses
 import os
@@ -8,7 +8,7 @@ from pagoda.assembly.identity import digest_of, kernels_of
 from pagoda.assembly.worker_setup import make_worker
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.executors.messages import Identity, RankStart
-from pagoda.executors.rank import main
+from pagoda.executors.rank import run_child
 from pagoda.kernels.native import library
 from pagoda.kernels.native.threads import bind_to_cores
 from pagoda.layers.sharding import ALONE
@@ -39,5 +39,6 @@ def _group_of(start: RankStart) -> RankGroup:
         os.close(start.segment)  # it has been mapped
 
 
-if __name__ == "__main__":
-    main(make_executor)
+def main() -> None:
+    """Be the rank that standard input says, until that closes."""
+    run_child(make_executor)

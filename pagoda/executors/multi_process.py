@@ -447,7 +447,10 @@ class LocalRanks:
     """Ranks that are children of this process. See StartedRanks."""
 
     def __init__(self, starts: Sequence[RankStart], module: str) -> None:
-        """module: what each runs, by `rank.main`. Raises OSError, ConfigError if the native kernels cannot be had."""
+        """module: whose `main` each runs: `rank.run_child`.
+
+        Raises OSError, ConfigError if the native kernels cannot be had.
+        """
         encoder = make_encoder()
         self._processes: list[subprocess.Popen[bytes]] = []
         segments = [new_segment(len(starts))] if len(starts) > 1 else []

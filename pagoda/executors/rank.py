@@ -1,6 +1,6 @@
 """A rank's process: one worker, which does what an executor elsewhere says.
 
-A module that `LocalRanks` starts calls `main`; others start `run_rank` in processes of their own making.
+A module that `LocalRanks` starts calls `run_child`; others start `run_rank` in processes of their own making.
 """
 
 import logging
@@ -29,6 +29,7 @@ from pagoda.executors.messages import (
     ToRank,
     failure_of,
 )
+from pagoda.process.allocator import collecting_nothing, keep_objects
 from pagoda.process.child_process import RendezvousDir, be_killed_with_parent, end_with_parent, read_start
 from pagoda.process.logs import configure_logging
 from pagoda.worker.calls import CALLS, Capacity, StepSize
@@ -71,8 +72,10 @@ def run_rank(
     """
     rank = _Rank(start)
     try:
-        executor, identity = make(start)
-        executor.load()
+        with collecting_nothing():
+            executor, identity = make(start)
+            executor.load()
+            keep_objects()
         rank.reply(LOADED, identity)
         on_loaded()
     except Exception as error:
@@ -155,7 +158,7 @@ def log_rank(start: RankStart) -> None:
     configure_logging(f"rank{start.place.number}", start.log_level, start.config.server.logs.log_format)
 
 
-def main(make: MakeRank) -> None:
+def run_child(make: MakeRank) -> None:
     """Read a RankStart from standard input and be that rank, until the parent closes it or dies."""
     stdin = sys.stdin.buffer
     data = read_start(stdin)

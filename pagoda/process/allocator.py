@@ -36,10 +36,10 @@ def keep_buffers_apart(environment: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def collecting_nothing() -> Generator[None]:
-    """Turn the garbage collector off while a command imports and loads what it keeps until its end.
+    """Turn the garbage collector off while a process imports and loads what it keeps until its end.
 
-    Traversing these objects again and again takes a tenth of the time until the first token. Afterwards they are
-    frozen: the collector skips them.
+    Traversing these objects again and again takes a tenth of the time until the first token, or until a server is up.
+    Afterwards they are frozen: the collector skips them.
     """
     was_enabled = gc.isenabled()
     gc.disable()

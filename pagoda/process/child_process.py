@@ -58,7 +58,7 @@ def safe_python() -> list[str]:
 
 
 def module_command(module: str) -> list[str]:
-    """Return a command that runs a module without the current folder on its import path, see run_module.
+    """Return a command that runs the `main` of a module, without the current folder on its import path: see run_module.
 
     Its package is found where this process finds it.
     """

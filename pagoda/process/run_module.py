@@ -1,12 +1,12 @@
-"""Script of every child process: run a module as `python -m` does, without the current folder on the import path.
+"""Script of every child process: import a module and call its `main`, without the current folder on the import path.
 
 `python -P run_module.py FOLDER MODULE ARGUMENTS`. `-P` keeps the folder of the script off the path as well, so modules
 come from Python's own folders, PYTHONPATH and what is installed. Only pagoda itself, and the package of MODULE in
 FOLDER, come from where the parent has them: that may be a checkout that only its current folder made importable.
 """
 
+import importlib
 import importlib.util
-import runpy
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -28,7 +28,11 @@ def main() -> None:
     package = module.partition(".")[0]
     if package != "pagoda":
         import_package(package, folder)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    from pagoda.process.allocator import collecting_nothing
+
+    with collecting_nothing():
+        run = importlib.import_module(module).main
+    run()
 
 
 if __name__ == "__main__":

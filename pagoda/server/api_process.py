@@ -81,7 +81,3 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
         await serve(state, config.server, listeners[(start.number - 1) % len(listeners)], on_ready)
     finally:
         await loader.close()
-
-
-if __name__ == "__main__":
-    main()

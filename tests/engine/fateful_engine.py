@@ -1,4 +1,4 @@
-"""Engine processes each of which ends as its word in the environment says: `python -m tests.engine.fateful_engine`.
+"""Engine processes each of which ends as its word in the environment says.
 
 ENGINE_FATES: a word for each process, the last one for all that follow. "serve": as ever. "short": memory runs out
 while it loads. "die": as soon as it is ready. ENGINE_FATES_FILE: counts the processes. Steps can be limited as those of
@@ -26,7 +26,7 @@ def die(server: process.EngineServer) -> None:
     os._exit(3)
 
 
-if __name__ == "__main__":
+def main() -> None:
     count = Path(os.environ["ENGINE_FATES_FILE"])
     count.write_text(count.read_text() + "x" if count.exists() else "x")
     words = os.environ["ENGINE_FATES"].split()

@@ -1,4 +1,4 @@
-"""An engine process in which requests fail on their way in: `python -m tests.engine.faulty_engine`.
+"""An engine process in which requests fail on their way in.
 
 What fails is in the request's id: "decode" (the message), "early" and "late" (Scheduler.add_request, before and after
 it has changed anything), "lost" (the request is dropped without a word), "replay" (only in an engine configured to,
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagoda.assembly.engine_process import main
+from pagoda.assembly import engine_process
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine import wire
@@ -37,8 +37,8 @@ def add_request(scheduler: Scheduler, request: Request) -> None:
         raise RuntimeError("injected")
 
 
-if __name__ == "__main__":
+def main() -> None:
     wire.Codec.decode_request = decode_request  # type: ignore[method-assign]
     Scheduler.add_request = add_request  # type: ignore[method-assign]
     limit_steps()
-    main()
+    engine_process.main()

@@ -1,7 +1,8 @@
-"""An engine process that the kernel kills while it loads, as when memory runs out. `python -m`."""
+"""An engine process that the kernel kills while it loads, as when memory runs out."""
 
 import os
 import signal
 
-if __name__ == "__main__":
+
+def main() -> None:
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
 """An engine process that starts as often as its environment says (ENGINE_LIVES) and never again.
 
-`python -m tests.engine.mortal_engine`; lives are counted in the file that ENGINE_LIVES_FILE names. Its steps can be
+Lives are counted in the file that ENGINE_LIVES_FILE names. Its steps can be
 limited as those of stepped_engine.
 """
 
@@ -8,15 +8,16 @@ import os
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
+
+def main() -> None:
     count = Path(os.environ["ENGINE_LIVES_FILE"])
     lives = len(count.read_text()) if count.exists() else 0
     if lives >= int(os.environ["ENGINE_LIVES"]):
         sys.exit(7)
     count.write_text("x" * (lives + 1))
 
-    from pagoda.assembly.engine_process import main  # one that may not live need not import it
+    from pagoda.assembly import engine_process  # one that may not live need not import it
     from tests.engine.stepped_engine import limit_steps
 
     limit_steps()
-    main()
+    engine_process.main()

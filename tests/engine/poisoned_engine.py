@@ -1,6 +1,6 @@
 """An engine process with built-in faults: steps that contain certain requests kill it, or never end.
 
-`python -m tests.engine.poisoned_engine`, started by ProcessClient in clients/test_process_client.py. The environment's
+It is started by ProcessClient in clients/test_process_client.py. The environment's
 HANGING_FILE names the file into which a process that hangs writes its process id. Its steps can be limited as those of
 stepped_engine.
 """
@@ -10,7 +10,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-from pagoda.assembly.engine_process import main
+from pagoda.assembly import engine_process
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.executor import Executor
 from tests.engine.stepped_engine import limit_steps
@@ -40,7 +40,7 @@ class PoisonedExecutor:
         return self._inner.submit(output)
 
 
-if __name__ == "__main__":
+def main() -> None:
     wrap_executor(PoisonedExecutor)
     limit_steps()
-    main()
+    engine_process.main()

@@ -1,6 +1,6 @@
 """An engine process with a scripted model: one text, as tokens, per seed.
 
-`python -m tests.engine.scripted_engine`; the environment's ENGINE_SCRIPTS names a JSON list of lists of token ids. A
+The environment's ENGINE_SCRIPTS names a JSON list of lists of token ids. A
 request with seed i gets the tokens of list i, whatever it asks. Or it names an object: the last token of a prompt ->
 the list.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pagoda.assembly.engine_process import main
+from pagoda.assembly import engine_process
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.executor import Executor
 from tests.engine.wrapped_executor import wrap_executor
@@ -45,7 +45,7 @@ class ScriptedExecutor:
         return future
 
 
-if __name__ == "__main__":
+def main() -> None:
     scripts = json.loads(Path(os.environ["ENGINE_SCRIPTS"]).read_text())
     wrap_executor(lambda inner: ScriptedExecutor(inner, scripts))
-    main()
+    engine_process.main()

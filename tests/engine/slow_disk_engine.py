@@ -1,12 +1,13 @@
-"""An engine process whose tier takes 20 ms to write a record. `python -m tests.engine.slow_disk_engine`"""
+"""An engine process whose tier takes 20 ms to write a record."""
 
 import time
 from typing import Any
 
-from pagoda.assembly.engine_process import main
+from pagoda.assembly import engine_process
 from pagoda.tier.records import Records
 
-if __name__ == "__main__":
+
+def main() -> None:
     write = Records.write
 
     def slow(records: Records, *args: Any) -> None:
@@ -14,4 +15,4 @@ if __name__ == "__main__":
         write(records, *args)
 
     Records.write = slow  # type: ignore[method-assign]
-    main()
+    engine_process.main()

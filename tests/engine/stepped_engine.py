@@ -1,4 +1,4 @@
-"""An engine process that computes as many steps as the test allows: `python -m tests.engine.stepped_engine`.
+"""An engine process that computes as many steps as the test allows.
 
 The environment's ENGINE_STEPS names the file that Steps (steps.py) shares with the test.
 """
@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-from pagoda.assembly.engine_process import main
+from pagoda.assembly import engine_process
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.executor import Executor
 from tests.engine.steps import ALLOWED, DONE
@@ -48,6 +48,6 @@ def limit_steps() -> None:
         wrap_executor(lambda inner: SteppedExecutor(inner, SharedNumbers(Path(path))))
 
 
-if __name__ == "__main__":
+def main() -> None:
     limit_steps()
-    main()
+    engine_process.main()

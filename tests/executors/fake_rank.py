@@ -1,4 +1,4 @@
-"""A rank without a model, for which request ids say what goes wrong on which rank. `python -m`.
+"""A rank without a model, for which request ids say what goes wrong on which rank.
 
 "kill-1": when a request of this id is admitted, rank 1 dies of SIGKILL; also "stop", "exit", "raise", "disagree".
 "raise": all ranks raise.   An adapter named "bad" is refused, "bad-N" by rank N alone; with "stop-N", rank N hangs;
@@ -20,7 +20,7 @@ from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.messages import Identity, RankStart
-from pagoda.executors.rank import main
+from pagoda.executors.rank import run_child
 from pagoda.worker.calls import Capacity, StepSize
 
 MAX_ROWS, MAX_LEN, BLOCK_SIZE, VOCAB_SIZE = 8, 256, 16, 258
@@ -92,5 +92,5 @@ def make(start: RankStart) -> tuple[FaultyExecutor, Identity]:
     return FaultyExecutor(number, model), identity
 
 
-if __name__ == "__main__":
-    main(make)
+def main() -> None:
+    run_child(make)

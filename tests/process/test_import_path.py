@@ -14,6 +14,19 @@ from pagoda.process.child_process import end_child, module_command, start_child
 
 SOURCES = sorted(Path(pagoda.__path__[0]).rglob("*.py"))
 CHILDREN = ("pagoda.assembly.engine_process", "pagoda.assembly.rank_process", "pagoda.server.api_process")
+CHILD = """
+import pagoda, zmq, sys
+
+def main():
+    print(pagoda.__path__[0], sys.argv[1:])
+"""
+COLLECTING_CHILD = """
+import gc
+while_imported = gc.isenabled()
+
+def main():
+    print(while_imported, gc.isenabled(), gc.get_freeze_count() > 10_000)
+"""
 STARTERS = {"start_child", "module_command", "safe_python"}
 """What starts a Python process, with a safe path."""
 
@@ -64,7 +77,7 @@ def test_a_child_process_imports_nothing_from_the_current_folder(module: str, ho
     assert end_child(child, grace_s=60) == 0
 
 
-@pytest.mark.parametrize("command", [[sys.executable, "-m", "pagoda"], module_command("pagoda")])
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "pagoda"], module_command("pagoda.__main__")])
 def test_the_command_imports_nothing_from_the_current_folder(command: list[str]) -> None:
     done = subprocess.run([*command, "plan", "smollm2-135m", "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -75,10 +88,19 @@ def test_a_child_has_the_package_that_its_parent_has_and_nothing_else_of_its_fol
     (tmp_path / "pagoda").symlink_to(pagoda.__path__[0])
     (tmp_path / "zmq.py").write_text("raise SystemExit(9)")
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "child.py").write_text("import pagoda, zmq, sys; print(pagoda.__path__[0], sys.argv[1:])")
+    (tmp_path / "mine" / "child.py").write_text(CHILD)
     code = "from pagoda.process.child_process import *; end_child(start_child('mine.child', ['a'], b''), 60)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == f"{tmp_path / 'pagoda'} ['a']\n", done.stderr
+
+
+def test_a_child_collects_no_garbage_while_it_imports_and_does_afterwards(tmp_path: Path) -> None:
+    """Which would take a tenth of its start."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "child.py").write_text(COLLECTING_CHILD)
+    code = "from pagoda.process.child_process import *; end_child(start_child('mine.child', [], b''), 60)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "False True True\n", done.stderr
 
 
 def test_all_python_processes_start_with_a_safe_path() -> None:

@@ -455,7 +455,7 @@ def test_what_cannot_be_served_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "is_up", "how"),
     [
-        ("pagoda.process.watchdog", False, "ended with exit code 0"),  # it ends at once
+        ("pagoda.process.watchdog", False, "ended with exit code 1"),  # it ends at once
         ("pagoda.server.api_process", True, r"was killed by signal 9 \(SIGKILL\)"),  # it waits, with an engine, too
     ],
 )

@@ -38,7 +38,7 @@ def startup(
 
     The first run is counted like the others: it finds files out of the page cache and kernels not yet compiled.
     """
-    pagoda = module_command("pagoda")
+    pagoda = module_command("pagoda.__main__")
     extra = ["--model", model] if model is not None else []
     if serve:
         starts = [time_server([*pagoda, "serve", *extra], max_tokens) for _ in range(runs)]

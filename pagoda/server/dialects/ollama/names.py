@@ -188,7 +188,7 @@ async def _fetch(name: str, flags: tuple[str, ...] | None) -> AsyncGenerator[byt
     """
     yield line(OllamaStatus("pulling manifest"))
     if flags is not None:
-        command = [*module_command("pagoda"), "models", "pull", *flags, name]
+        command = [*module_command("pagoda.__main__"), "models", "pull", *flags, name]
         options = dict(zip(flags[::2], flags[1::2], strict=True))
         config = ModelConfig(
             model=name, source=options.get("--source", "huggingface"), cache_dir=options.get("--cache-dir")
