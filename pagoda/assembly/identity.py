@@ -85,5 +85,6 @@ def root_of_blocks(setup: EngineSetup) -> str:
     """Return a hash of all that the bits of a KV block depend on, besides what the block's own hash covers."""
     quantization = resolve_quantization(setup.files, setup.config.model.quantization)
     kernels = kernels_of(setup), library.load().path.name if setup.kernels == "native" else ""
-    about = digest_of(setup), kernels, quantization, setup.config.cache.block_size
+    torch = metadata.version("torch")  # which computes rotary tables, whatever the kernels
+    about = digest_of(setup), torch, kernels, quantization, setup.config.cache.block_size
     return hashlib.sha256(repr(about).encode()).hexdigest()[:32]

@@ -1,12 +1,14 @@
 """What of a model's files is its weights, and what else of them requests and answers depend on."""
 
 import json
+from importlib import metadata
 from pathlib import Path
 
+import pytest
 from gguf import GGMLQuantizationType
 
 from pagoda.assembly.engine_setup import EngineSetup, resolve_engine
-from pagoda.assembly.identity import digest_of_weights, parts_beside_weights
+from pagoda.assembly.identity import digest_of_weights, parts_beside_weights, root_of_blocks
 from pagoda.base.config import EngineConfig
 from pagoda.loading.model_files import ModelFiles
 from tests.engine.byte_llama import write_byte_llama
@@ -49,6 +51,15 @@ def test_what_else_differs_is_named(tmp_path: Path) -> None:
     assert changed(setup_of(one), setup_of(other)) == {"chat_template.jinja"}
     (other / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     assert changed(setup_of(one), setup_of(other)) == {"chat_template.jinja", "its architecture"}
+
+
+@pytest.mark.parametrize("package", ["pagoda-llm", "torch"])
+def test_blocks_of_another_version_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    setup, version = setup_of(write_byte_llama(tmp_path / "model")), metadata.version
+    root = root_of_blocks(setup)
+    assert root_of_blocks(setup) == root
+    monkeypatch.setattr(metadata, "version", lambda name: version(name) + ".1" if name == package else version(name))
+    assert root_of_blocks(setup) != root
 
 
 def test_of_a_gguf_the_tokenizer_is_compared(tmp_path: Path) -> None:
