@@ -25,6 +25,8 @@ def hold(folder: Path, max_bytes: int) -> Callable[[], None]:
             raise ConfigError(f"kv_tier: others have access to {folder}: remove it, or have its owner do so")
         lock = os.open(folder / "in-use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and folder.parent.is_dir():  # the last one removed it just now
+            return hold(folder, max_bytes)
         raise ConfigError(f"kv_tier: {folder} cannot be used for host=SIZE ({error}): take disk=FOLDER:SIZE") from error
     if (size := space.f_blocks * space.f_frsize) < max_bytes:
         raise ConfigError(

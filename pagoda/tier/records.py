@@ -59,6 +59,8 @@ def read_seed(folder: Path) -> int:
             own.unlink()
         mode, digits = path.stat().st_mode, path.read_text()
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not path.is_symlink():  # it was removed just now: see hold
+            return read_seed(folder)
         raise ConfigError(f"kv_tier: the folder {folder} cannot be used: {error}") from error
     if mode & 0o077:
         raise ConfigError(f"kv_tier: {path} can be read by others, who could then guess prompts: chmod 600 it")

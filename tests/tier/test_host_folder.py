@@ -1,12 +1,14 @@
 """The folder in memory: nobody else's, and removed when no engine uses it."""
 
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagoda.base.errors import ConfigError
-from pagoda.tier import bytes_in, hold
+from pagoda.tier import bytes_in, hold, read_seed
 
 
 def test_the_last_one_removes_it(tmp_path: Path) -> None:
@@ -31,6 +33,29 @@ def test_what_a_killed_engine_leaves_is_found(tmp_path: Path) -> None:
     end = hold(folder, 1)
     assert (folder / "record").exists()
     end()
+    assert not folder.exists()
+
+
+def test_a_folder_that_is_removed_while_an_engine_starts_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, open_file, link = tmp_path / "host", os.open, os.link
+
+    def remove_first(*args: Any, **options: Any) -> int:
+        monkeypatch.setattr(os, "open", open_file)
+        shutil.rmtree(folder)
+        return open_file(*args, **options)
+
+    def remove_then(*args: Any) -> None:
+        monkeypatch.setattr(os, "link", link)
+        link(*args)
+        shutil.rmtree(folder)
+
+    monkeypatch.setattr(os, "link", remove_then)
+    seed = read_seed(folder)
+    assert read_seed(folder) == seed
+    monkeypatch.setattr(os, "open", remove_first)
+    hold(folder, 1)()
     assert not folder.exists()
 
 
