@@ -35,16 +35,20 @@ def shares(items: list[WorkItem], block_size: int, num_blocks: int, max_num_seqs
         sampling = SamplingParams(max_tokens=item.max_tokens, ignore_eos=True)
         prompt = np.array(item.prompt_token_ids, np.int32)
         scheduler.add_request(Request(str(number), prompt, sampling, handle=number))
+    owner: dict[int, str] = {}
+    filled: dict[str, int] = {}
     unfilled: list[float] = []
     held: list[float] = []
     pool_slots = num_blocks * block_size
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
-        stats = scheduler.make_stats()
-        if stats.num_waiting:
-            slots = (num_blocks - stats.num_free_blocks) * block_size
+        owner.update({init.row: init.request_id for init in output.admitted})
+        for row, start, num_new in zip(output.rows.tolist(), output.start, output.num_new, strict=True):
+            filled[owner[row]] = int(start + num_new)
+        if scheduler.get_request_counts()[1]:
+            slots = (num_blocks - scheduler.make_stats().num_free_blocks) * block_size
             held.append(slots / pool_slots)
-            unfilled.append((slots - int(scheduler.view().num_computed.sum())) / pool_slots)
+            unfilled.append((slots - sum(filled[name] for name in scheduler.running_ids())) / pool_slots)
         count = len(output.sample_rows)
         tokens = np.full((count, 1), 7, np.int32)
         scheduler.update_from_output(output, ModelRunnerOutput(output.step, tokens, np.ones(count, np.int32)))

@@ -1,5 +1,7 @@
 """Drafts: tokens that a drafter offers for the next step, and what becomes of them when they are verified."""
 
+from collections import abc
+
 import numpy as np
 
 from pagoda.core.events import DraftsVerified, EventStream
@@ -24,10 +26,9 @@ class Drafts:
         self._tables = tables
         self._events = events
 
-    def offer(self, row: int, tokens: np.ndarray) -> None:
-        """Replace the drafts of `row` by `tokens`, int32 [k].
+    def offer(self, row: int, tokens: abc.Sequence[int] | np.ndarray) -> None:
+        """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped.
 
-        Unless it lacks exactly one token they would not fit, and are dropped.
         With states, it may lack more, right drafts before a wrong one, and gets a block of drafts at most.
         A beam gets none: whether a token is right depends on its siblings'.
         """
@@ -36,7 +37,7 @@ class Drafts:
         if self._tables.has_states:
             num_lacking, tokens = min(num_lacking, 1), tokens[: self._tables.block_size]
         if len(tokens) and not self._table.is_beam[row] and num_lacking == 1:
-            self.offered[row] = tokens
+            self.offered[row] = np.array(tokens, np.int32)
             self._num_offered[row] = len(tokens)
 
     def remove_row(self, row: int) -> None:

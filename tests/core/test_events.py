@@ -22,7 +22,6 @@ from pagoda.core.events import (
     Swapped,
 )
 from pagoda.core.request import AdmitKind, Reason
-from tests.core.questions import num_computed_tokens
 from tests.core.rig import Rig
 from tests.core.test_failures import fail
 
@@ -218,7 +217,7 @@ def test_siblings_that_wait_again_because_the_first_one_ended_say_so() -> None:
     rig.add("a", 8, n=2)
     for _ in range(3):
         rig.step()
-    assert num_computed_tokens(rig.scheduler, rig.key("a")) == [9, 9]
+    assert rig.scheduler.num_computed_tokens(rig.key("a")) == [9, 9]
     rig.scheduler.reset_prefix_cache(preempt_running=True)
     rig.step()
     heard = listen(rig)

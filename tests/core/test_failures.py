@@ -89,7 +89,7 @@ def test_blocks_that_the_window_of_a_row_has_left_are_not_found_after_it_fails_a
     for _ in range(6):
         rig.step()
     step, prompt = rig.plan(), rig.requests[0].prompt_token_ids.tolist()
-    assert rig.blocks("a") < [6], "it has left some"
+    assert rig.scheduler._state.kv.num_blocks_held([0]) < [6], "it has left some"
     assert fail(rig, step, *([] if raised else [0])) == {"a": RequestStatus.FINISHED_ERROR}
     assert cached_tokens(rig, prompt) == (24 if raised else 0)
 

@@ -16,7 +16,6 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import SchedulerState
-from tests.core.questions import offer_drafts, running_ids
 from tests.core.rig import FILL, Rig
 
 FULL = KVGroupSpec()
@@ -81,7 +80,7 @@ def drive(one: Scheduler, seed: int) -> list[object]:
                 columns = (outputs.handles, outputs.sequences, outputs.counts, outputs.token_ids)
                 record.append((client, [column.tolist() for column in columns], outputs.ends))
             if rng.random() < 0.4:
-                offer_drafts(one, {(keys[name], 0): [5] * rng.randint(1, 3) for name in running_ids(one)})
+                one.update_draft_token_ids({(keys[name], 0): [5] * rng.randint(1, 3) for name in one.running_ids()})
     return record
 
 

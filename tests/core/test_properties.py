@@ -21,7 +21,6 @@ from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape
 from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Pin, PromptEmbeds, Reason
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
-from tests.core.questions import num_computed_tokens, swapped_ids, waiting_ids
 from tests.core.traffic import VOCABULARY, Failure, Setting, Traffic, make_request
 
 FULL = KVGroupSpec()
@@ -272,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 11))
     def lose(self, which: int) -> None:
         """The adapter of a request that does not run gives way to others."""
-        waiting = waiting_ids(self.traffic.scheduler) + swapped_ids(self.traffic.scheduler)
+        waiting = [*self.traffic.scheduler.waiting_ids(), *self.traffic.scheduler.swapped_ids()]
         if waiting:
             key = self.traffic.requests[waiting[which % len(waiting)]].key
             self.traffic.readiness.missing.setdefault(key, Reason.ADAPTER)
@@ -488,7 +487,7 @@ def test_a_sibling_that_is_alone_after_its_leader_failed_is_swapped_out_before_i
     traffic.deliver()
     for _ in range(3):
         traffic.step()
-    assert swapped_ids(traffic.scheduler) == ["r2"]
+    assert traffic.scheduler.swapped_ids() == ["r2"]
     traffic.drain()
 
 
@@ -685,7 +684,7 @@ def test_beams_come_back_from_the_host_into_a_pool_that_they_fill() -> None:
     assert len(traffic.plan().swap_out) == 4
     while traffic.in_flight:
         traffic.deliver()
-    assert num_computed_tokens(traffic.scheduler, traffic.requests["r1"].key) == [8, 8]
+    assert traffic.scheduler.num_computed_tokens(traffic.requests["r1"].key) == [8, 8]
     traffic.drain()
     assert [traffic.received["r1", number].finish.message for number in range(2)] == [None, None]
 

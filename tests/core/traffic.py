@@ -21,14 +21,6 @@ from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, S
 from tests.core.cache_events import CacheEvents
 from tests.core.exact_worker import SPOILED, ExactWorker, logprobs_after, next_token, pooled_vector
 from tests.core.plain_beam_search import plain_beam_search
-from tests.core.questions import (
-    num_computed_tokens,
-    offer_drafts,
-    running_ids,
-    swapped_ids,
-    unfinished_ids,
-    waiting_ids,
-)
 from tests.twin import WHY_ENDED, TwinScheduler
 
 VOCABULARY = 7
@@ -241,7 +233,7 @@ class Traffic:
 
     def reset(self, preempt_running: bool) -> bool:
         if preempt_running:
-            self.reset_ids |= set(running_ids(self.scheduler))
+            self.reset_ids |= set(self.scheduler.running_ids())
         done = self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
         if self.twin is not None:
             assert self.twin.reset_prefix_cache(preempt_running) == done
@@ -249,7 +241,7 @@ class Traffic:
         return done
 
     def draft(self, request_id: str, guess: list[int], sequence: int = 0) -> None:
-        offer_drafts(self.scheduler, {(self.requests[request_id].key, sequence): guess})
+        self.scheduler.update_draft_token_ids({(self.requests[request_id].key, sequence): guess})
         if self.twin is not None:
             self.twin.set_drafts({request_id: guess}, sequence)
         self.check()
@@ -262,7 +254,7 @@ class Traffic:
         """Plan one step and execute it; its result is not back yet. It fails as `choose_failure` says."""
         assert len(self.in_flight) < self.depth
         not_ready = self.readiness.missing.keys() | self.scheduler._state.kv.transfers.keys()
-        queue = [one for one in waiting_ids(self.scheduler) if self.requests[one].key not in not_ready]
+        queue = [one for one in self.scheduler.waiting_ids() if self.requests[one].key not in not_ready]
         ended = self._ended_while_planning()
         output = self.scheduler.schedule()
         self.ignored = {request_id for request_id, _ in self._ended_while_planning() - ended}
@@ -326,7 +318,7 @@ class Traffic:
     def deliver(self) -> dict[int, EngineCoreOutputs]:
         """The oldest result comes back."""
         output, result, failure = self.in_flight.popleft()
-        running = set(running_ids(self.scheduler)) | set(swapped_ids(self.scheduler))
+        running = set(self.scheduler.running_ids()) | set(self.scheduler.swapped_ids())
         failed = self._failed_rows(output, failure)
         if failure is None:
             by_client = self.scheduler.update_from_output(output, result)
@@ -417,10 +409,12 @@ class Traffic:
                 break
             self.step()
         else:
-            stuck = unfinished_ids(self.scheduler)
-            places = {one: num_computed_tokens(self.scheduler, self.requests[one].key) for one in stuck}
+            stuck = self.scheduler.running_ids() + self.scheduler.waiting_ids() + self.scheduler.swapped_ids()
+            places = {
+                request_id: self.scheduler.num_computed_tokens(self.requests[request_id].key) for request_id in stuck
+            }
             raise AssertionError(
-                f"not done after {limit} steps: computed {places}, "
+                f"not done after {limit} steps: {self.scheduler.get_request_counts()}, computed {places}, "
                 f"{self.scheduler.make_stats().num_free_blocks} blocks free"
             )
         while self.in_flight:
@@ -430,7 +424,7 @@ class Traffic:
         assert self.scheduler.make_stats().num_free_blocks == self.setting.num_blocks
         assert self.scheduler.make_stats().num_free_host_blocks == self.setting.num_host_blocks
         assert not self.worker.rows
-        assert not unfinished_ids(self.scheduler)
+        assert self.scheduler.get_request_counts() == (0, 0)
         assert self.finished == Counter(self.requests.keys()), "the worker is notified of every request's end once"
         for (request_id, sequence), received in self.received.items():
             assert received.finish is not None, f"{request_id}/{sequence} was never ended"
@@ -529,7 +523,7 @@ class Traffic:
         if fcfs and not config.max_loras and config.pipeline_depth == 1:
             entered = {init.request_id for init in output.admitted if init.request_id in queue}
             loading = self.scheduler._state.kv.transfers.keys()
-            waits = [one for one in waiting_ids(self.scheduler) if self.requests[one].key not in loading]
+            waits = [one for one in self.scheduler.waiting_ids() if self.requests[one].key not in loading]
             stayed = [request_id for request_id in queue if request_id in waits]
             assert not stayed or not entered or max(map(queue.index, entered)) < queue.index(stayed[0]), (
                 "a request was overtaken"
@@ -593,9 +587,9 @@ class Traffic:
         self.scheduler.check()
         self._check_cache()
         running, waiting, swapped = (
-            running_ids(self.scheduler),
-            waiting_ids(self.scheduler),
-            swapped_ids(self.scheduler),
+            list(self.scheduler.running_ids()),
+            list(self.scheduler.waiting_ids()),
+            list(self.scheduler.swapped_ids()),
         )
         everywhere = running + waiting + swapped
         if self.twin is not None:

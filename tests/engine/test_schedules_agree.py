@@ -16,7 +16,6 @@ from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.engine.engine_core import EngineCore
-from tests.core.questions import offer_drafts
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import Answers, drive, request, write_tiny_llama
 from tests.worker.recalls import recall_steps
@@ -233,7 +232,7 @@ def test_neither_right_nor_wrong_drafts_change_the_output(
                 if guess and rng.random() < 0.5:
                     guess[rng.integers(len(guess))] ^= 1
                 drafts[(0, int(name[1:])), sequence] = guess
-        offer_drafts(scheduler, drafts)
+        scheduler.update_draft_token_ids(drafts)
 
     answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())], draft)
     core.shutdown()

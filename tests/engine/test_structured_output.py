@@ -29,7 +29,6 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.worker.grammar import MaskWork
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.table_mirror import TableMirror
-from tests.core.questions import offer_drafts
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import EOS, VOCAB, write_byte_llama
 from tests.engine.driver import Answers, drive, make_core, request
@@ -331,7 +330,7 @@ def test_drafts_change_no_token(model: Path, expected: Trace, num_right: int, en
         for i, each in enumerate(watched):
             following = expected.tokens[each.seed][len(tokens[f"r{i}"]) :][:4]
             drafts[(0, i), 0] = [one if k < num_right else (one + 7 + k) % 200 for k, one in enumerate(following)]
-        offer_drafts(core._scheduler, drafts)
+        core._scheduler.update_draft_token_ids(drafts)
     stats = core.make_stats()
     core.shutdown()
     for i, each in enumerate(watched):

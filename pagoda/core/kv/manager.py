@@ -1,5 +1,7 @@
 """KVCacheManager: the one owner of block tables, pools and the prefix cache. Plans ask it; workers get its deltas."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from pagoda.base.config import CacheConfig
@@ -59,6 +61,14 @@ class KVCacheManager:
         """Blocks that can be allocated now, of all pools."""
         return sum(self.pools.num_free)
 
+    def num_blocks_held(self, rows: Iterable[int]) -> list[int]:
+        """Per KV group: distinct device blocks that `rows` reference, without the null block."""
+        held: list[set[int]] = [set() for _ in self.sizing.groups]
+        for row in rows:
+            for blocks, entries in zip(held, self.tables.of(row), strict=True):
+                blocks.update(entries[entries != 0].tolist())
+        return [len(blocks) for blocks in held]
+
     def owners_of_blocks(self, rows: np.ndarray, owners: np.ndarray, num_owners: int) -> tuple[np.ndarray, np.ndarray]:
         """Return what each usable block is for, and how many distinct blocks each owner has.
 
@@ -90,7 +100,7 @@ class KVCacheManager:
                 self.prefix_cache.hash_tokens(sequence)
 
     def get_computed_blocks(self, request: RequestState) -> CachedPrefix:
-        """Return the cached prefix of the first sequence of a request without rows; `nothing`: it is not looked up."""
+        """Return the cached prefix of the first sequence of a request without rows, `nothing` without a look."""
         # Its siblings share its blocks, which a hit in a window group may not all have.
         if not request.spec.reads_prefix_cache or (self.tables.windows and request.siblings):
             self.hash_prompt(request)  # it fills the cache all the same; the sequence that was hashed may have failed

@@ -57,8 +57,7 @@ class Player:
 
     @property
     def num_unfinished(self) -> int:
-        stats = self._scheduler.make_stats()
-        return stats.num_running + stats.num_waiting + stats.num_swapped
+        return sum(self._scheduler.get_request_counts())
 
     def play(self, line: Line) -> list[Any]:
         """Make the call. Return what it decided, as the recording has it."""

@@ -14,7 +14,6 @@ from pagoda.engine.recording.files import RecordingFiles
 from pagoda.engine.recording.format import RecordedSettings
 from pagoda.engine.recording.preparations import NotedPreparations
 from pagoda.engine.recording.recorder import RecordingScheduler
-from tests.core.questions import running_ids, swapped_ids
 from tests.core.traffic import NO_LOGPROBS, VOCABULARY, Traffic
 
 
@@ -55,7 +54,7 @@ class _Recorded(RecordingScheduler):
 
     def schedule(self) -> SchedulerOutput:
         if not self._files.is_open:  # all may be preempted
-            self.traffic.reset_ids |= {*running_ids(self._inner), *swapped_ids(self._inner)}  # type: ignore[arg-type]
+            self.traffic.reset_ids |= {*self._inner.running_ids(), *self._inner.swapped_ids()}  # type: ignore[attr-defined]
         output = super().schedule()
         if output.step == 0:  # the engine would apply the results of steps in flight, and ask again
             while self.traffic.in_flight:

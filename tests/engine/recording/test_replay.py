@@ -22,7 +22,6 @@ from pagoda.engine.recording.recorder import RecordingScheduler
 from pagoda.engine.recording.replay import replay
 from pagoda.engine.recording.selection import Selection
 from pagoda.executors.fake import FakeExecutor
-from tests.core.questions import running_ids, unfinished_ids
 from tests.core.traffic import Failure, Setting, Traffic, make_request
 from tests.engine.driver import drive, make_core, request
 from tests.engine.recording.recorded_traffic import record_traffic
@@ -61,7 +60,7 @@ def record(
     record_traffic(traffic, path, with_tokens=with_tokens, max_bytes=max_bytes)
     texts = [[rng.randrange(7) for _ in range(24)] for _ in range(2)]
     for number in range(num_steps):
-        if rng.random() < 0.5 or (not pauses and len(unfinished_ids(traffic.scheduler)) < 6):
+        if rng.random() < 0.5 or (not pauses and sum(traffic.scheduler.get_request_counts()) < 6):
             prompt = rng.choice(texts)[: rng.randrange(1, 24)] + [rng.randrange(7) for _ in range(rng.randrange(3))]
             sampling = SamplingParams(
                 n=rng.choice((1, 1, 2)), max_tokens=rng.randrange(1, 12), stop_token_ids=(3,), min_tokens=0
@@ -79,8 +78,8 @@ def record(
                     cache_salt=rng.choice((None, SECRET)),
                 )
             )
-        if rng.random() < 0.05 and running_ids(traffic.scheduler):
-            traffic.abort(running_ids(traffic.scheduler)[:1])
+        if rng.random() < 0.05 and traffic.scheduler.running_ids():
+            traffic.abort(traffic.scheduler.running_ids()[:1])
         if len(traffic.in_flight) < traffic.depth:
             fails = rng.random() < 0.03
             traffic.plan(lambda _, fails=fails: Failure() if fails else None)
@@ -90,7 +89,9 @@ def record(
             while traffic.in_flight:
                 traffic.deliver()
             traffic.drain()
-    traffic.abort(unfinished_ids(traffic.scheduler))
+    traffic.abort(
+        [*traffic.scheduler.running_ids(), *traffic.scheduler.waiting_ids(), *traffic.scheduler.swapped_ids()]
+    )
     while traffic.in_flight:
         traffic.deliver()
 
