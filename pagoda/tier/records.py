@@ -59,7 +59,8 @@ def read_seed(folder: Path) -> int:
             own.unlink()
         mode, digits = path.stat().st_mode, path.read_text()
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not path.is_symlink():  # it was removed just now: see hold
+        is_in_it = isinstance(error, FileNotFoundError) and str(error.filename) != str(folder)
+        if is_in_it and not path.is_symlink():  # the folder was made, and removed just now: see hold
             return read_seed(folder)
         raise ConfigError(f"kv_tier: the folder {folder} cannot be used: {error}") from error
     if mode & 0o077:

@@ -374,9 +374,24 @@ def break_folder(folder: Path) -> None:
     folder.write_text("a file")
 
 
+def break_link(folder: Path) -> None:
+    (folder / "seed").unlink()
+    (folder / "seed").symlink_to(folder / "nothing")
+
+
+def test_a_folder_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        read_seed(Path("/proc/tier"))
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
-    [(break_mode, "chmod 600"), (break_text, "is not a seed"), (break_folder, "cannot be used")],
+    [
+        (break_mode, "chmod 600"),
+        (break_text, "is not a seed"),
+        (break_folder, "cannot be used"),
+        (break_link, "cannot be used"),
+    ],
 )
 def test_a_seed_that_cannot_be_used_is_refused(tmp_path: Path, break_it: Callable[[Path], None], message: str) -> None:
     folder = tmp_path / "tier"
