@@ -179,15 +179,6 @@ class Loaded(RequestEvent):
 
 
 @_event
-class Copied(RequestEvent):
-    """Copy-on-write: block `source` was shared when the sequence had to write to it; it has `target` now."""
-
-    sequence: int
-    source: int
-    target: int
-
-
-@_event
 class Failed(RequestEvent):
     """A row of one of its sequences failed, or read what a failed row should have written.
 
@@ -267,7 +258,6 @@ ClientEvent = (
     | DraftsVerified
     | Pinned
     | Loaded
-    | Copied
     | Failed
     | Ended
 )

@@ -13,7 +13,6 @@ from typing import Any
 from pagoda.core.events import (
     Admitted,
     ClientEvent,
-    Copied,
     DraftsVerified,
     Encoded,
     Ended,
@@ -131,7 +130,7 @@ class ChromeTrace:
                 self._mark(track, f"sent to replica {event.replica}: {event.because}", now_us)
             case Queued() | Held():
                 pass  # a phase, without a mark
-            case Encoded() | Copied() | Pinned():
+            case Encoded() | Pinned():
                 pass  # small, and many
 
     def written(self, now_s: float) -> dict[str, Any]:

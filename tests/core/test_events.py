@@ -8,7 +8,6 @@ import pytest
 from pagoda.base.config import PreemptionMode
 from pagoda.core.events import (
     Admitted,
-    Copied,
     Ended,
     Event,
     EventStream,
@@ -174,16 +173,6 @@ def test_rows_that_only_decode_write_nothing() -> None:
     for _ in range(20):
         rig.step()
     assert heard == []
-
-
-def test_sequences_that_part_copy_their_last_block() -> None:
-    rig = Rig()
-    heard = listen(rig)
-    rig.add("a", 6, max_tokens=3, n=2)
-    rig.run()
-    copied = [event for event in heard if isinstance(event, Copied)]
-    assert len(copied) == 1
-    assert copied[0].source != copied[0].target
 
 
 def test_a_row_that_gets_less_than_it_wants_says_why_once_per_reason() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, SchedulingPolicy
 from pagoda.base.errors import RequestError
-from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event, Removed, Stored, TierChanged
+from pagoda.core.events import Admitted, ClientEvent, Ended, Event, Removed, Stored, TierChanged
 from pagoda.core.kv import BlockCounts, KVGroupSpec, KVTier, exceeds
 from pagoda.core.request import AdmitKind, Reason, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
@@ -612,9 +612,7 @@ def _in_order(output: SchedulerOutput, rows: Set[int]) -> list[int]:
 
 
 def comparable(event: Event) -> Event:
-    """The event without what the twin does not say: numbers of blocks, and words."""
-    if isinstance(event, Copied):
-        return replace(event, source=0, target=0)
+    """The event without what the twin does not say: words."""
     if isinstance(event, Ended) and event.message is not None:
         return replace(event, message=WHY_ENDED)
     return event

@@ -7,7 +7,6 @@ import pytest
 from pagoda.core.events import (
     Admitted,
     ClientEvent,
-    Copied,
     DraftsVerified,
     Ended,
     Failed,
@@ -33,7 +32,6 @@ STORY = (
     Held(2, 11.5, 1, 1, Reason.BLOCKS, *HELD),
     Preempted(3, 12.0, 0, 1, 1, 1, "recompute", 3, 1),
     Admitted(3, 12.0, 1, 1, AdmitKind.NEW, *ENTERED),
-    Copied(3, 12.0, 1, 1, 0, 5, 6),
     DraftsVerified(4, 12.5, 1, (1,), (0,), (4,), (2,)),
     Failed(4, 12.5, 1, 1, None),
     Ended(5, 13.0, 1, 1, "b", 0, RequestStatus.FINISHED_STOPPED),

@@ -5,7 +5,6 @@ import pytest
 from pagoda.core.events import (
     Admitted,
     ClientEvent,
-    Copied,
     Failed,
     FirstToken,
     Held,
@@ -14,6 +13,7 @@ from pagoda.core.events import (
     Preempted,
     Queued,
     Routed,
+    Swapped,
 )
 from pagoda.core.request import AdmitKind, Reason
 from pagoda.server.event_words import in_words, needs_blocks
@@ -68,7 +68,7 @@ def name_of(client: int, handle: int) -> str | None:
         (FirstToken(*AT, 9), "first token"),
         (Pinned(*AT, 0, 1, 300), "keeps 1 block in the prefix cache for 300 seconds"),
         (Failed(*AT, None), "a step failed; it is computed again"),
-        (Copied(*AT, 0, 1, 2), None),
+        (Swapped(*AT, True, 3), None),
     ],
 )
 def test_words(event: ClientEvent, words: str | None) -> None:

@@ -62,7 +62,7 @@ class Memory:
         self.open_step()
 
     def open_step(self) -> None:
-        self.copies: list[tuple[TwinSequence, int, int]] = []  # sequence, source, target
+        self.copies: list[TwinSequence] = []  # whose block is copied
         self.copied: list[tuple[tuple[int, int], tuple[int, int]]] = []  # the same, as stamps
         self.swapped_out = 0
 
@@ -307,7 +307,7 @@ class Memory:
             index = self._shared_write(sequence, group)
             if index is not None:
                 [fresh] = self.pool.take(1, self.pool_of[group])
-                self.copies.append((sequence, table[index], fresh))
+                self.copies.append(sequence)
                 self.copied.append((self.pool.blocks[table[index]].stamp, self.pool.blocks[fresh].stamp))
                 self.pool.free_blocks([table[index]])
                 table[index] = fresh
@@ -317,7 +317,7 @@ class Memory:
 
     def call_off_copies(self, sequences: list[TwinSequence]) -> None:
         """They do not run in this step: nothing is copied for them."""
-        self.copies = [copy for copy in self.copies if copy[0] not in sequences]
+        self.copies = [one for one in self.copies if one not in sequences]
 
     def fork(self, source: TwinSequence, child: TwinSequence) -> None:
         """`child` shares every block of `source`, and is as far as it is."""

@@ -12,7 +12,6 @@ from pagoda.core.cost_model import CostModel, RowWork
 from pagoda.core.events import (
     Admitted,
     ClientEvent,
-    Copied,
     DraftsVerified,
     Encoded,
     Ended,
@@ -873,9 +872,6 @@ class TwinScheduler:
         step.copied, step.encoded, step.joined = self.memory.copied, dict(self.encoder.encoded), self.joined
         if self.planned:
             self.in_flight.append(step)
-        for sequence, source, target in self.memory.copies:
-            [state] = [state for state in self.running if sequence in state.sequences]
-            self.events.append(Copied(*self._at(state), sequence.number, source, target))
         record: Record = {
             "scheduled": [[self._name(entry.state, entry.sequence), entry.new] for entry in self.planned],
             "admitted": self.admitted,

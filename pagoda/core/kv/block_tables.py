@@ -3,7 +3,6 @@
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.events import Copied, EventStream
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockCounts, BlockPools
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVGroup, KVSizing, blocks_for, exceeds
@@ -37,7 +36,6 @@ class BlockTables:
         pools: BlockPools,
         prefix_cache: PrefixCache,
         sizing: KVSizing,
-        events: EventStream,
     ) -> None:
         self.entries = entries
         self.num_blocks = np.zeros(table.max_rows, np.int32)
@@ -60,7 +58,6 @@ class BlockTables:
         self._shared_tails: set[int] = set()  # rows whose next write may be into a block that others reference
         self._changed: list[_TableChange] = []
         self._copies: list[tuple[int, int, int]] = []  # (row, source, target), of the step being planned
-        self._events = events
 
     # Counting
 
@@ -368,9 +365,6 @@ class BlockTables:
 
     def take_changes(self) -> tuple[BlockDelta, np.ndarray]:
         """Return how tables change in the step that is planned, and its copies, int32 [k, 2]; the next starts empty."""
-        for row, source, target in self._copies:
-            sequence = self._table.owner(row)
-            self._events.write(Copied, sequence.request.spec, sequence.index, source, target)
         delta = _merge(self._changed) if self._changed else NO_DELTA
         copies = np.array(self._copies, np.int32)[:, 1:] if self._copies else NO_PAIRS
         self._changed, self._copies = [], []

@@ -51,7 +51,7 @@ class KVCacheManager:
         self.prefix_cache = PrefixCache(
             table, entries, self.pools, sizing, events, enabled=caching, seed=options.prefix_hash_seed
         )
-        self.tables = BlockTables(table, entries, self.pools, self.prefix_cache, sizing, events)
+        self.tables = BlockTables(table, entries, self.pools, self.prefix_cache, sizing)
         self.host = HostTier(table, self.tables, sizing, num_host_blocks, events)
         self.transfers = Transfers(tier, self.tables, self.prefix_cache, sizing.block_size, events)
         self._events = events

@@ -117,7 +117,7 @@ def test_the_recorded_runs_share_blocks_preempt_and_swap(tmp_path: Path) -> None
         seen |= {name for name, _ in events}
         seen |= {"hit" for name, fields in events if name == "Admitted" and fields["num_cached"]}
         seen |= {"ends at a token" for line in lines if (line.get("result") or {}).get("ends")}
-    assert {"Preempted", "Swapped", "Failed", "Copied", "hit", "ends at a token"} <= seen
+    assert {"Preempted", "Swapped", "Failed", "hit", "ends at a token"} <= seen
 
 
 def test_a_changed_setting_shows_the_first_difference(tmp_path: Path) -> None:
