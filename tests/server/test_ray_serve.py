@@ -135,5 +135,6 @@ def test_no_request_is_lost_while_replicas_come_and_go_and_when_a_node_dies(clus
         time.sleep(3)
         ends = [load.end(), more.end()]
         print("errors after a node was killed:", [end["errors"] for end in ends])
-        assert 1 <= sum(len(end["errors"]) for end in ends) <= 24, "one for each stream that it had"
+        # How many streams it had is the choice of Ray's router: on a busy machine the new replica may have had none.
+        assert sum(len(end["errors"]) for end in ends) <= 24, "one for each stream that it had"
         assert all(end["texts"] == up["texts"] for end in ends)
