@@ -248,8 +248,8 @@ def test_an_engine_goes_on_with_the_same_tokens_when_a_full_file_is_followed_by_
         params = [SamplingParams(max_tokens=10 + 8 * number, n=2, ignore_eos=True) for number in range(12)]
         return drive(core, [request(number, [number] * 9, one) for number, one in enumerate(params)]).tokens
 
-    assert run(20_000) == run(1 << 20)
-    files = [path for path in tmp_path.iterdir() if path.name.startswith("20000")]
+    assert run(30_000) == run(1 << 20)
+    files = [path for path in tmp_path.iterdir() if path.name.startswith("30000")]
     assert len(files) == NUM_FILES
     assert [replay(path).difference for path in files] == [None] * NUM_FILES
 
