@@ -103,7 +103,7 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._max_waiting = config.max_queue_size
         self._waiting: queue.SimpleQueue[CacheEvent | None] = queue.SimpleQueue()
-        # Those that nobody can ask for are not kept: they have all prompts.
+        # Batches hold whole prompts: without an endpoint for replays, none is kept.
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps if config.replay_endpoint else 0)
         self._num_sent = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -109,9 +109,8 @@ class Records:
         self.tier = tier
         self._folder, self._root, self._max_bytes = folder, root, max_bytes
         self._own = folder / root
-        self._unfinished = (
-            self._own / f"writing-{os.getpid()}-{secrets.token_hex(4)}"
-        )  # containers may share the number
+        # Processes in two containers may have the same number.
+        self._unfinished = self._own / f"writing-{os.getpid()}-{secrets.token_hex(4)}"
         self._lock = threading.Lock()  # of what follows
         self._records: dict[str, _Record] = {}  # by root/shard/hash
         self._orders: dict[tuple[str, bool], OrderedDict[str, None]] = {}  # by owner, and whether to be kept

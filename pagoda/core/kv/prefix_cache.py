@@ -147,7 +147,7 @@ class PrefixCache:
     enabled: whether prefix caching is on (never for encoder-decoder models: their KV depends on the encoder's input).
     seed: of the hashes; None draws a secret one.
     note_filled: told of each block that a request fills, when the step that does is planned, or that was loaded for
-        it; None: nobody asks.
+        it; None if there is no tier.
     """
 
     note_filled: Callable[[Request, int, KnownBlock], None] | None = None
