@@ -189,13 +189,13 @@ class FirstComeFirstServed:
 
 
 class MostUrgentFirst:
-    """Smallest priority number first, then arrival, then id.
+    """Smallest priority number first, then arrival, then the client's order: prompts of one call arrive together.
 
     The victim has the largest (priority, arrival); of equals, the one admitted first. It returns to its usual place.
     """
 
     def key(self, request: Request) -> SortKey:
-        return (request.priority, request.arrival_time_s, request.request_id)
+        return (request.priority, request.arrival_time_s, *request.key)
 
     def key_on_return(self, request: RequestState) -> SortKey:
         return self.key(request.spec)

@@ -422,12 +422,12 @@ def test_the_output_is_the_same_after_a_swap() -> None:
 # Priority
 
 
-def test_smaller_number_then_arrival_then_id() -> None:
+def test_smaller_number_then_arrival_then_the_order_of_adding() -> None:
     rig = Rig(scheduling_policy=PRIORITY, max_num_seqs=1)
-    facts = {"a": (5, 1.0), "b": (0, 3.0), "c": (0, 2.0), "z": (-1, 9.0), "e": (0, 2.0)}
+    facts = {"a": (5, 1.0), "b": (0, 3.0), "c": (0, 2.0), "z": (-1, 9.0), "b10": (0, 2.0), "b9": (0, 2.0)}
     for name, (priority, arrival) in facts.items():
         rig.add(name, 4, max_tokens=1, priority=priority, arrival_time_s=arrival)
-    assert [next(iter(rig.step().scheduled)) for _ in range(5)] == ["z", "c", "e", "b", "a"]
+    assert [next(iter(rig.step().scheduled)) for _ in range(6)] == ["z", "c", "b10", "b9", "b", "a"]
 
 
 def test_the_least_urgent_is_preempted_and_its_blocks_are_freed() -> None:

@@ -1,5 +1,6 @@
 """A recorded run is replayed with the same decisions; what was changed or cut is named; texts stay secret."""
 
+import itertools
 import random
 from pathlib import Path
 
@@ -59,25 +60,34 @@ def record(
     traffic = Traffic(setting)
     record_traffic(traffic, path, with_tokens=with_tokens, max_bytes=max_bytes)
     texts = [[rng.randrange(7) for _ in range(24)] for _ in range(2)]
+    handles = itertools.count(1)
+
+    def add() -> None:
+        prompt = rng.choice(texts)[: rng.randrange(1, 24)] + [rng.randrange(7) for _ in range(rng.randrange(3))]
+        sampling = SamplingParams(
+            n=rng.choice((1, 1, 2)), max_tokens=rng.randrange(1, 12), stop_token_ids=(3,), min_tokens=0
+        )
+        handle = next(handles)
+        traffic.add(
+            Request(
+                f"{SECRET}-{handle}",
+                np.array(prompt, np.int32),
+                sampling,
+                arrival_time_s=traffic.clock.now(),
+                priority=rng.randrange(3),
+                handle=handle,
+                seed=handle,
+                eos_token_ids=(5,),
+                cache_salt=rng.choice((None, SECRET)),
+            )
+        )
+
     for number in range(num_steps):
-        if rng.random() < 0.5 or (not pauses and sum(traffic.scheduler.get_request_counts()) < 6):
-            prompt = rng.choice(texts)[: rng.randrange(1, 24)] + [rng.randrange(7) for _ in range(rng.randrange(3))]
-            sampling = SamplingParams(
-                n=rng.choice((1, 1, 2)), max_tokens=rng.randrange(1, 12), stop_token_ids=(3,), min_tokens=0
-            )
-            traffic.add(
-                Request(
-                    f"{SECRET}-{number}",
-                    np.array(prompt, np.int32),
-                    sampling,
-                    arrival_time_s=traffic.clock.now(),
-                    priority=rng.randrange(3),
-                    handle=number + 1,
-                    seed=number,
-                    eos_token_ids=(5,),
-                    cache_salt=rng.choice((None, SECRET)),
-                )
-            )
+        if rng.random() < 0.5:
+            add()
+        # More than can run, so that some are left when a step fails.
+        while not pauses and sum(traffic.scheduler.get_request_counts()) < setting.scheduler.max_num_seqs + 2:
+            add()
         if rng.random() < 0.05 and traffic.scheduler.running_ids():
             traffic.abort(traffic.scheduler.running_ids()[:1])
         if len(traffic.in_flight) < traffic.depth:
