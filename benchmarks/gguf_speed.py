@@ -7,8 +7,8 @@ LLAMA_BIN_FOLDER: with llama-bench and llama-server, built for this machine.   I
 after the other and with the same threads: 64 tokens of one stream after a prompt of 16 (llama-bench: 64 tokens from
 nothing), a prompt of 512, and 16 requests at once of 64 tokens in and 32 out (llama-server with 16 slots). Memory reads
 are measured before, between and after them: a round in which they changed by more than --drift is left out and counted.
-`share` is how much of the bandwidth of its round pagoda's decoding used: bytes of the weights that a token reads, times
-tokens per second.
+`share` is how much of the bandwidth of its round pagoda's decoding used: bytes of the weights that a token reads, and of
+recurrent states, which it reads and writes, times tokens per second.
 """
 
 import argparse
@@ -84,12 +84,18 @@ def measure_llama(folder: Path, path: str, measures: Sequence[str]) -> dict[str,
 
 
 def bytes_per_token(path: str) -> int:
-    """Return the bytes that a token reads: of an embedding that is not the head, that is one row."""
+    """Return the bytes that a token reads and writes: of an embedding that is not the head, that is one row."""
     from pagoda.loading.gguf_file import open_gguf
 
-    tensors = open_gguf(Path(path)).tensors
-    unread = {"token_embd.weight"} if "output.weight" in tensors else set[str]()
-    return sum(tensor.num_bytes for name, tensor in tensors.items() if name not in unread)
+    file = open_gguf(Path(path))
+    unread = {"token_embd.weight"} if "output.weight" in file.tensors else set[str]()
+    weights = sum(tensor.num_bytes for name, tensor in file.tensors.items() if name not in unread)
+    num_recurrent = sum(name.endswith(".ssm_a") for name in file.tensors)
+    if not num_recurrent:
+        return weights
+    arch = file.require("general.architecture", str)
+    state = 4 * file.require(f"{arch}.ssm.inner_size", int) * file.require(f"{arch}.ssm.state_size", int)
+    return weights + 2 * num_recurrent * state
 
 
 def main() -> None:
@@ -106,7 +112,7 @@ def main() -> None:
     given = parser.parse_args()
     measures = [name for name in MEASURES if name in ("decode", *given.measures)]
     for name, path in (item.split("=", 1) for item in given.files):
-        weights, rounds, left_out = bytes_per_token(path), list[dict[str, float]](), 0
+        num_bytes, rounds, left_out = bytes_per_token(path), list[dict[str, float]](), 0
         while len(rounds) < given.rounds and len(rounds) + left_out < 2 * given.rounds:
             speeds = [read_bandwidth_gb_s()]
             own = in_own_process(path, measures)
@@ -119,7 +125,7 @@ def main() -> None:
                 for engine, figures in (("pagoda", own), ("llama.cpp", peer))
             }
             line |= {measure: own[measure] / peer[measure] for measure in measures}
-            line |= {"bandwidth": min(speeds[:2]), "share": weights * own["decode"] / 1e9 / max(speeds[:2])}
+            line |= {"bandwidth": min(speeds[:2]), "share": num_bytes * own["decode"] / 1e9 / max(speeds[:2])}
             drifted = max(speeds) / min(speeds) - 1 > given.drift
             shown = ", ".join(f"{measure} {line[measure]:.2f}" for measure in measures)
             reads = " ".join(f"{speed:.1f}" for speed in speeds)
