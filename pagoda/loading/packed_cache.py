@@ -20,6 +20,7 @@ import torch
 from pagoda.base.abbreviate import human_bytes
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.native.build import one_process
+from pagoda.loading.fetch_wheel import is_weights
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.packed_file import DamagedFile, PackedFileWriter, read_packed
 
@@ -124,11 +125,12 @@ class PackedCache:
 def packed_key(files: ModelFiles, library: Path, *made: object) -> str | None:
     """Return the name of the file of a checkpoint's packed weights.
 
-    None for one that is too small to be worth it, and for one in which a file cannot be read: it may not be needed.
+    Of a folder, weights and settings count: logs and notes that are written into it change nothing. None for a
+    checkpoint that is too small to be worth it, and for one in which a file cannot be read: it may not be needed.
     library: the native kernels.   made: what else decides what is made of the checkpoint.
     """
     try:
-        sizes = files.sizes()
+        sizes = {file: size for file, size in files.sizes().items() if is_weights(file) or file.suffix == ".json"}
         return None if sum(sizes.values()) < LEAST_BYTES else _digest(files, sizes, library, made)
     except OSError:
         return None

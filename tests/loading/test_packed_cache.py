@@ -439,15 +439,26 @@ def test_the_name_follows_from_all_that_matters(tmp_path: Path, cache: PackedCac
     assert len(names) == 5
 
 
+def test_what_is_written_beside_the_weights_changes_no_name(tmp_path: Path, cache: PackedCache) -> None:
+    folder, library = save(make_model("llama"), tmp_path / "model"), tmp_path / "library"
+    library.write_bytes(b"kernels")
+    first = packed_key(identify(folder), library)
+    assert first is not None
+    (folder / "serve.log").write_text("ready\n")
+    assert packed_key(identify(folder), library) == first
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    assert packed_key(identify(folder), library) != first
+
+
 def test_a_file_that_cannot_be_read_is_no_reason_to_fail(
     tmp_path: Path, ops: NativeOps, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(make_model("llama"), tmp_path / "model")
-    (folder / "notes").touch()
+    (folder / "notes.json").touch()
     opened = Path.open
 
     def refuse(path: Path, *args: object, **kwargs: object) -> object:
-        if path.name == "notes":
+        if path.name == "notes.json":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return opened(path, *args, **kwargs)  # type: ignore[call-overload]
 
