@@ -28,6 +28,12 @@ class Command(TyperCommand):
     The help is plain text, so that no flag is cut at 80 columns or in a pipe.
     """
 
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        for parameter in self.params:
+            if not parameter.required and parameter.callback is None:
+                _process_where_given(parameter)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse a command line over what the environment and a --config file say (see pagoda.cli.arguments)."""
         from pagoda.cli.arguments import outer_values, place_words, spelled_out
@@ -78,6 +84,15 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records, col_max=34)
+
+
+def _process_where_given(parameter: Any) -> None:
+    """Let a flag that is not given be absent at once.
+
+    Typer would make a pydantic model of its type first: of an engine's 147 flags, that takes 0.08 s.
+    """
+    process, absent = parameter.process_value, () if parameter.multiple or parameter.nargs == -1 else None
+    parameter.process_value = lambda ctx, value: absent if value is None else process(ctx, value)
 
 
 def _with_source(ctx: Any, name: str, error: Exception) -> Exception:

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pagoda.base.vllm_options import key_from
 from pagoda.cli.console import ask_before_fetching
 from pagoda.cli.options import engine_options, flag_of
 from pagoda.cli.serve_models import model_configs
-from pagoda.process.allocator import keep_buffers_apart
+from pagoda.process.allocator import collecting_nothing, keep_buffers_apart
 from pagoda.process.logs import configure_logging
 
 logger = logging.getLogger("pagoda")
@@ -96,11 +97,17 @@ async def _serve(configs: list[EngineConfig]) -> None:
     _prepare(config, "api")
     for other in configs[1:]:
         check_settings(other)
-    from pagoda.server.listening import announce, listen
-    from pagoda.server.running import running_engines
+    with ExitStack() as until_ready:
+        until_ready.enter_context(collecting_nothing())
+        from pagoda.server.listening import announce, listen
+        from pagoda.server.running import running_engines
 
-    with listen(config.server) as listener:
-        async with running_engines(configs) as state:
-            from pagoda.server.app import serve as serve_http
+        def on_ready() -> None:
+            until_ready.close()
+            announce(config.server, listener)
 
-            await serve_http(state, config.server, listener, lambda: announce(config.server, listener))
+        with listen(config.server) as listener:
+            async with running_engines(configs) as state:
+                from pagoda.server.app import serve as serve_http
+
+                await serve_http(state, config.server, listener, on_ready)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -147,14 +148,18 @@ def served_endpoints(has_ollama: bool) -> Sequence[Endpoint]:
 def create_api(has_keys: bool, has_ollama: bool) -> Starlette:
     """Return the routes, their errors and the OpenAPI page. No engine is needed until a route is called."""
     endpoints = served_endpoints(has_ollama)
-    described = describe_api(endpoints, has_keys)
-    as_json, page = msgspec.json.encode(described), docs_page(described)
+
+    @functools.cache
+    def described() -> tuple[bytes, str]:
+        """Return the description as JSON and as a page: made when one is first asked for, not at each start."""
+        api = describe_api(endpoints, has_keys)
+        return msgspec.json.encode(api), docs_page(api)
 
     async def openapi(http: Request) -> Response:
-        return json_response(as_json)
+        return json_response((await asyncio.to_thread(described))[0])
 
     async def docs(http: Request) -> Response:
-        return HTMLResponse(page)
+        return HTMLResponse((await asyncio.to_thread(described))[1])
 
     pages = [Route("/openapi.json", openapi), Route("/docs", docs), live.STREAM, TRACE, *PAGE_ROUTES]
     app = Starlette(routes=[*(endpoint.route() for endpoint in endpoints), *pages], exception_handlers=errors.HANDLERS)
