@@ -7,8 +7,8 @@ LLAMA_BIN_FOLDER: with llama-bench and llama-server, built for this machine.   I
 after the other and with the same threads: 64 tokens of one stream after a prompt of 16 (llama-bench: 64 tokens from
 nothing), a prompt of 512, and 16 requests at once of 64 tokens in and 32 out (llama-server with 16 slots). Memory reads
 are measured before, between and after them: a round in which they changed by more than --drift is left out and counted.
-`share` is how much of the bandwidth of its round pagoda's decoding used: bytes of the weights that a token reads, and of
-recurrent states, which it reads and writes, times tokens per second.
+`share` is how much of the bandwidth of its round pagoda's decoding used: bytes of the weights that a token reads, and
+of recurrent states, which it reads and writes, times tokens per second.
 """
 
 import argparse
