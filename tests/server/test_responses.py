@@ -517,6 +517,14 @@ def test_log_probabilities_come_with_the_text_and_with_the_whole() -> None:
     assert deltas == [[one] for one in content["logprobs"]]
     (item,) = new_answer(body).whole(pieces).output
     assert json.loads(msgspec.json.encode(item.content[0].logprobs)) == content["logprobs"]
+    # A token's text may come with a later one: the rest of a character, or what shows that no stop string begins.
+    answer = new_answer(body)
+    late = [said("", 1, first), said("AC", 3, second), said("", 1, first)]
+    for piece in late[::2]:
+        piece.events.clear()
+    content = checked(events_of(answer.opening() + b"".join(map(answer.frames, late)) + answer.closing()))
+    part = content["output"][0]["content"][0]
+    assert [one["token"] for one in part["logprobs"]] == ["A", "C", "A"]
     thought = CompletionOutput(0, "AC", [1, 3], logprobs=[first, second])
     events_of_both = [ReasoningDelta("A"), TextDelta("C")]
     _, item = new_answer(body).whole([Piece(0, RequestOutput("r"), thought, events_of_both, 1)]).output

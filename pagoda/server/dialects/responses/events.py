@@ -215,6 +215,7 @@ class ResponseWriter:
         self._num_events = 0
         self._num_items = 0
         self._open: _OpenItem | None = None
+        self._logprobs: list[ChatLogprob] = []  # of tokens whose text is still to come
         self._end: TurnEnd | None = None
 
     def opening(self) -> bytes:
@@ -255,7 +256,7 @@ class ResponseWriter:
 
     def _add(self, piece: Piece) -> None:
         """Tell what a piece says."""
-        logprobs = self._logprobs(piece)
+        self._logprobs += self._logprobs_of(piece)
         for one in piece.events:
             match one:
                 case ReasoningDelta(text):
@@ -263,8 +264,7 @@ class ResponseWriter:
                     self._add_delta(text)
                 case TextDelta(text):
                     self._into(_MESSAGE)
-                    self._add_delta(text, logprobs)
-                    logprobs = ()
+                    self._add_delta(text)
                 case CallDelta(_, arguments, call_id, name):
                     if name is not None:
                         self._begin_call(call_id or "", name)
@@ -272,7 +272,7 @@ class ResponseWriter:
                 case TurnEnd():
                     self._end = one
 
-    def _logprobs(self, piece: Piece) -> Sequence[ChatLogprob]:
+    def _logprobs_of(self, piece: Piece) -> Sequence[ChatLogprob]:
         output, num_top = piece.output, self.turn.request.params.logprobs
         if output.logprobs is None or num_top is None:
             return ()
@@ -332,14 +332,19 @@ class ResponseWriter:
         self._open = opened = _OpenItem(form, item, place)
         return opened
 
-    def _add_delta(self, text: str, logprobs: Sequence[ChatLogprob] = ()) -> None:
+    def _add_delta(self, text: str) -> None:
         assert self._open is not None
         self._open.pieces.append(text)
         given: Any = UNSET
         if self._open.form is _MESSAGE:
-            given = [Raw(_encode(one)) for one in logprobs]  # they are sent up to five times, and encoded once
-            self._open.logprobs += given
+            given = self._add_logprobs(self._open)
         self._tell(f"{self._open.form.event}.delta", **self._open.place, delta=text, logprobs=given)
+
+    def _add_logprobs(self, message: _OpenItem) -> list[Raw]:
+        """Add those that wait to a message, and return them: they are sent up to five times, and encoded once."""
+        new, self._logprobs = [Raw(_encode(one)) for one in self._logprobs], []
+        message.logprobs += new
+        return new
 
     def _close(self, status: Literal["completed", "incomplete"]) -> None:
         """End the open item, if there is one."""
@@ -350,6 +355,7 @@ class ResponseWriter:
         form, place, text = self._open.form, self._open.place, "".join(self._open.pieces)
         done: dict[str, Any] = {form.whole: text}
         if form is _MESSAGE:
+            self._add_logprobs(self._open)  # of tokens without a text, as of one that has ended the answer
             done["logprobs"] = self._open.logprobs
         if form is _FUNCTION:
             done["name"] = self._open.item.name
