@@ -191,6 +191,21 @@ def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
     assert not conversation_of(body_of())[0].continue_final_message
 
 
+def test_messages_of_the_assistant_that_follow_each_other_are_one() -> None:
+    """A client sends back the beginning that it gave, or that was paused, and the answer that continued it."""
+    _, answer, _ = messages_of(
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [block("thinking", thinking="Hm"), block("text", text="It ra")]},
+        {"role": "assistant", "content": "ins."},
+        {"role": "assistant", "content": [block("tool_use", id="a", name="f", input={})]},
+        {"role": "user", "content": "And now?"},
+    )
+    assert (answer["content"], answer["reasoning_content"]) == ("It rains.", "Hm")
+    assert [call["function"]["name"] for call in answer["tool_calls"]] == ["f"]
+    with pytest.raises(RequestError, match=r"messages\[1\].content\[0\]: expected a text block"):
+        messages_of({"role": "assistant", "content": "a"}, {"role": "assistant", "content": [block("image")]})
+
+
 def test_keys_of_either_header_open_the_server(keyed_server: LiveServer) -> None:
     asked = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
     headers: Any

@@ -1,8 +1,9 @@
 """The bodies of Anthropic's API, and the conversations that they are."""
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct, ValidationError, convert
@@ -66,6 +67,11 @@ class InputMessage(Body, frozen=True):
 
     role: Annotated[str, one_of("user", "assistant", "system")]
     content: str | list[ContentBlock]
+
+    @property
+    def blocks(self) -> list[ContentBlock]:
+        """The content as blocks."""
+        return [ContentBlock("text", self.content)] if isinstance(self.content, str) else self.content
 
 
 class ToolParam(Struct, frozen=True):
@@ -217,17 +223,17 @@ class Conversion(Transcript):
         self._numbers: list[int] = []  # of tools
         if system := system_text(body.system):
             self.add_system("system", system)
-        for index, message in enumerate(body.messages):
-            place = f"messages[{index}]"
-            blocks = message.content
-            blocks = [ContentBlock("text", blocks)] if isinstance(blocks, str) else blocks
-            match message.role:
-                case "assistant":
-                    self.add(place, _assistant(blocks, place))
-                case "system":
-                    self.add_system(place, "".join(_text_of(block, place) for block in blocks))
-                case _:
-                    self._add_user(place, blocks)
+        placed = [(f"messages[{index}]", message) for index, message in enumerate(body.messages)]
+        # The answer to one that ends with the assistant's turn continues that, and clients send both back.
+        for is_assistant, turns in itertools.groupby(placed, lambda one: one[1].role == "assistant"):
+            if is_assistant:
+                self._add_assistant(list(turns))
+                continue
+            for place, message in turns:
+                if message.role == "system":
+                    self.add_system(place, "".join(_text_of(block, place) for block in message.blocks))
+                else:
+                    self._add_user(place, message.blocks)
         self.tools: list[dict[str, Any]] = []
         for index, tool in enumerate(body.tools or ()):
             if tool.input_schema is not None:
@@ -240,6 +246,11 @@ class Conversion(Transcript):
         if found := re.match(r"tools\[(\d+)\]", param):
             return f"tools[{self._numbers[int(found[1])]}].input_schema"
         return {"stop": "stop_sequences", "truncate_prompt_tokens": ""}.get(param, super().origin(param))
+
+    def _add_assistant(self, turns: Sequence[tuple[str, InputMessage]]) -> None:
+        """Add messages that follow each other as one, as Anthropic's API reads them.   turns: with their places."""
+        blocks = ((f"{place}.content[{at}]", one) for place, turn in turns for at, one in enumerate(turn.blocks))
+        self.add(turns[0][0], _assistant(blocks))
 
     def _add_user(self, place: str, blocks: Sequence[ContentBlock]) -> None:
         """Add the results of tools, then the rest with the images of the results."""
@@ -319,13 +330,13 @@ def _part(block: ContentBlock, where: str) -> dict[str, Any]:
             raise RequestError(f"{where}: this server does not support blocks of type {named}", where)
 
 
-def _assistant(blocks: Sequence[ContentBlock], place: str) -> dict[str, Any]:
+def _assistant(blocks: Iterable[tuple[str, ContentBlock]]) -> dict[str, Any]:
+    """Return blocks, each with its place, as one message of the assistant."""
     message: dict[str, Any] = {"role": "assistant"}
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for at, block in enumerate(blocks):
-        where = f"{place}.content[{at}]"
+    for where, block in blocks:
         match block.type:
             case "thinking":
                 thoughts.append(block.thinking or "")
