@@ -149,6 +149,15 @@ class RunningTurn(Generic[A]):
         if closing := await run_sized(size, self.answer.closing):
             yield closing
 
+    def cut(self) -> bytes:
+        """Return the last frames of an answer to one prompt that ends now, because its client has left.
+
+        What the reader holds back comes out, so that the arguments of a call are JSON as in any other answer.
+        """
+        output = CompletionOutput(0, "", [], finish_reason="abort")
+        end = Piece(0, RequestOutput(self._generation.request_id), output, self._readers[0][0].read(output))
+        return self._retold() + self.answer.frames(end) + self.answer.closing()
+
     @property
     def size_so_far(self) -> int:
         """The size of what has been sent so far, for `run_sized`."""

@@ -17,17 +17,20 @@ import pytest
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.request_limits import RequestLimits
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.responses.bodies import ResponsesRequest
 from pagoda.server.dialects.responses.dialect import ResponsesDialect
+from pagoda.server.render import Rendered
 from pagoda.server.request_state import RequestState
+from pagoda.server.respond import RunningTurn
 from pagoda.server.sending import EventStream
 from pagoda.server.stored.run import StoredTurn
 from pagoda.server.stored.service import StoreService
 from pagoda.server.turn import Piece, TextDelta
 from tests.server.live import FAKE_ENGINE, LiveServer, serving
-from tests.server.random_turns import turn_of
+from tests.server.random_turns import new_reader, turn_of
 from tests.server.test_api_processes import api_pids, to_each
 
 KEYS = ("--api-key", "one", "--api-key", "two")
@@ -319,7 +322,10 @@ def running_turn(body: bytes = b'{"input": "Hi"}') -> tuple[Any, list[bool]]:
     dialect = ResponsesDialect()
     answer = dialect.answer(asked, turn_of(dialect.request(asked, model)), cast("Any", None))
     closed: list[bool] = []
-    return SimpleNamespace(answer=answer, close=lambda: closed.append(True)), closed
+    generation: Any = SimpleNamespace(
+        close=lambda: closed.append(True), request_id="r", num_output_tokens=0, num_reasoning_tokens=0, sampling=None
+    )
+    return RunningTurn(generation, [Rendered([1], SamplingParams(), new_reader)], answer, True), closed
 
 
 def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
@@ -344,6 +350,31 @@ def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
         assert found is not None
         assert json.loads(found.body)["status"] == "cancelled"
         assert closed == [True]
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_cut_off_as_its_client_leaves_can_be_followed() -> None:
+    """What is stored of it comes before every later turn of its conversation."""
+    running, _ = running_turn()
+
+    async def main() -> None:
+        stored = OwnCalls(services_of(StoreService()))
+        turn = StoredTurn(stored, running)
+        entry = turn.entry("a", [], [])
+        await stored.ask(StoreService.add, entry)
+        reader = running._readers[0][0]
+        output = CompletionOutput(0, '<tool_call>{"name": "f", "arguments": {"a": [1, "b', [1])
+        running.answer.frames(Piece(0, RequestOutput("r"), output, reader.read(output)))
+        turn.close()
+        found = await stored.ask(StoreService.response, "a", entry.id, False)
+        context = await stored.ask(StoreService.context, "a", entry.id, True)
+        assert found is not None
+        assert context is not None
+        assert json.loads(found.body)["status"] == "cancelled"
+        ((_, item),) = context.output
+        assert json.loads(item).items() >= {"type": "function_call", "status": "incomplete"}.items()
+        assert json.loads(json.loads(item)["arguments"]) == {"a": [1, "b"]}
 
     asyncio.run(main())
 

@@ -120,7 +120,7 @@ class StoredTurn:
     def _ending(self) -> tuple[bytes, list[Item]]:
         """Return how it has ended, as cancelled unless it has: the answer, and its items for later turns."""
         if self._writer.response.status == "in_progress":
-            self._writer.cancelled()
+            self._running.cut()
         return encode(self._writer.response), self._items()
 
     def _items(self) -> list[Item]:

@@ -237,11 +237,6 @@ class ResponseWriter:
         self._finish()
         return self.response
 
-    def cancelled(self) -> bytes:
-        """Return the last frames if its client has left."""
-        self._end = TurnEnd("abort", None)
-        return self.closing()
-
     def _failed(self, error: ApiError, request_id: str) -> bytes:
         self.response.status, self.response.error = "failed", failure_of(error)
         self._tell("response.failed", response=self.response)
