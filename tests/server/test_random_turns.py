@@ -56,20 +56,24 @@ def turns(
 def test_chunks_of_a_chat_begin_with_the_role_and_end_with_the_reason() -> None:
     def choices(dice: random.Random) -> dict[str, Any]:
         usage = dice.random() < 0.5
-        return {"include_reasoning": dice.random() < 0.5, "stream_options": {"include_usage": usage}}
+        shown = {"include_reasoning": dice.random() < 0.5, "echo": dice.random() < 0.2}
+        return {**shown, "stream_options": {"include_usage": usage}}
 
     def check(reason: str, events: Events, whole: dict[str, Any], fields: dict[str, Any]) -> set[str]:
         if fields["stream_options"]["include_usage"]:
             *events, last = events
             assert (last["choices"], last["usage"]) == ([], whole["usage"])
         first, *deltas = [event["choices"][0] for event in events]
-        assert first["delta"] == {"role": "assistant", "content": ""}
+        echoed = "Hi" if fields["echo"] else ""
+        assert first["delta"] == {"role": "assistant", "content": echoed}
         assert [one["finish_reason"] is None for one in (first, *deltas)] == [True] * len(deltas) + [False]
-        said: dict[str, str] = {"content": "", "reasoning": "", "reasoning_content": ""}
+        said: dict[str, str] = {"content": echoed, "reasoning": "", "reasoning_content": ""}
         calls: list[dict[str, Any]] = []
         for delta in (one["delta"] for one in deltas):
             assert delta.keys() <= {*said, "tool_calls"}
-            assert not ("reasoning" in delta and (said["content"] or calls)), "a thought after the answer has begun"
+            assert not ("reasoning" in delta and (said["content"] != echoed or calls)), (
+                "a thought after the answer has begun"
+            )
             for name in said.keys() & delta.keys():
                 said[name] += delta[name]
             for call in delta.get("tool_calls", ()):

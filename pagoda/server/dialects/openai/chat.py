@@ -353,7 +353,7 @@ class ChatAnswer(ChunkedAnswer[ChatCompletionChunk, ChatCompletionResponse]):
         output, said = piece.output, piece.said
         message = AssistantMessage(content=self._echoed + said.text)
         if said.calls:
-            message.content = said.text or None
+            message.content = message.content or None
             message.tool_calls = [
                 MessageToolCall(id=call.id or "", function=FunctionCall(call.arguments, call.name or ""))
                 for call in said.calls
