@@ -10,10 +10,13 @@ tensors of float8_e4m3fn are passed as views of uint8.
 The interpreter keeps bfloat16 as 16-bit integers. As of Triton 3.9 it cuts float32 off instead of rounding it, converts
 other types as if those integers were the values, and multiplies them in `tl.dot`. Its 8-bit floats have the same fate.
 Its products of matrices are a library's, in which the bits of a row depend on its place. Triton 3.6's makes integers of
-arrays as numpy 2.4 does not allow.
+arrays as numpy 2.4 does not allow. And it spends a quarter of its time on finding, at every call of a device function,
+what to patch, and on a table that it makes again for each result.
 """
 
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -72,7 +75,7 @@ _E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().n
 
 
 def fix_interpreter() -> None:
-    """Replace the conversions and the products of the interpreter in this process. Idempotent."""
+    """Replace the conversions and the products of the interpreter in this process; look things up once. Idempotent."""
     global _is_done
     if _is_done:
         return
@@ -105,6 +108,25 @@ def fix_interpreter() -> None:
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     setattr(interpreter, "_patch_lang_tensor", patch_tensor_to_index)  # noqa: B010
+    patch_attr, np_dtype = (getattr(interpreter, name) for name in ("_patch_attr", "_get_np_dtype"))
+    is_builtin: Callable[[object], bool] = getattr(tl.core, "is_builtin")  # noqa: B009
+
+    @cache
+    def builtins_of(package: object) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch_builtins(package: Any, builder: object, scope: object) -> None:
+        for name in builtins_of(package):
+            if is_builtin(member := getattr(package, name)):  # it may be patched already
+                patch_attr(package, name, member, builder, scope)
+
+    np_dtype_of_scalar = cache(np_dtype)
+
+    def np_dtype_of(kind: Any) -> object:
+        return np_dtype_of_scalar(tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
+
+    setattr(interpreter, "_patch_builtin", patch_builtins)  # noqa: B010
+    setattr(interpreter, "_get_np_dtype", np_dtype_of)  # noqa: B010
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ from pagoda.worker.adapters import AdapterStore
 from pagoda.worker.worker import Worker
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
+from tests.engine.driver import write_tiny_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
 from tests.engine.step_per_command import step_per_command
 from tests.worker.recalls import recall_steps
@@ -356,16 +357,20 @@ def test_adapters_loaded_at_the_same_time_are_used_in_turn(
 
 
 def test_tables_that_a_step_made_are_written_between_steps(
-    model: Path, folders: dict[str, Path], without_triton: Callable[[str], NoReturn], on: DeviceUnderTest
+    model: Path, tmp_path: Path, without_triton: Callable[[str], NoReturn], on: DeviceUnderTest
 ) -> None:
-    """Those of Triton's kernels are tensors that change in place."""
+    """Those of Triton's kernels are tensors that change in place. These may be interpreted: the model is narrow."""
     if find_spec("triton") is None:
         without_triton("Triton is not installed")
-    with LLM(str(model), **on.engine({**OPTIONS, "kernels": "triton", "num_blocks": 16})) as llm:
+    narrow = write_tiny_llama(tmp_path / "model")
+    for number, rank in enumerate((4, 24, 7)):
+        write_adapter(tmp_path / "abc"[number], narrow, rank, number)
+    least = {"num_blocks": 16, "max_num_batched_tokens": 4, "max_num_seqs": 1, "tokenizer": str(model)}
+    with LLM(str(narrow), **on.engine({**OPTIONS, **least, "kernels": "triton"})) as llm:
         one = SamplingParams(temperature=0, max_tokens=1)
-        llm.generate("a", one, lora_request=ask(folders["a"]))
+        llm.generate({"prompt_token_ids": [5]}, one, lora_request=ask(tmp_path / "a"))
         for number, name in ((2, "b"), (3, "c")):
-            llm.add_lora(LoRARequest(name, number, str(folders[name])))
+            llm.add_lora(LoRARequest(name, number, str(tmp_path / name)))
         assert len(loaded(llm)) == 2
         llm.remove_lora(3)
         assert len(loaded(llm)) == 1

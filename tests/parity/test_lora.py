@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerBase
 
 from pagoda import LLM, LoRARequest, SamplingParams
 from pagoda.loading.model_files import ModelFiles
-from tests.cached_models import cached_model, transformers_model
+from tests.cached_models import cached_model, transformers_model, transformers_tokenizer
 from tests.device_under_test import DeviceUnderTest
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 @dataclass
 class Trained:
     model: PeftModel
-    tokenizer: AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase
     folder: Path
 
     def ids(self, text: str) -> list[int]:
@@ -47,7 +47,7 @@ def files() -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def trained(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    tokenizer = AutoTokenizer.from_pretrained(files.path.parent, gguf_file=files.path.name)
+    tokenizer = transformers_tokenizer(files)
     config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", rank_pattern={"down_proj": 12})
     base = transformers_model(files)
     torch.manual_seed(0)

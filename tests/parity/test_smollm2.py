@@ -12,7 +12,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.engine_core import EngineCore
 from pagoda.loading.model_files import ModelFiles
-from tests.cached_models import cached_model, transformers_model
+from tests.cached_models import cached_model, transformers_model, transformers_tokenizer
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import Answers, drive, request
 from tests.parity.prompts import CHATS, TEXTS
@@ -30,9 +30,7 @@ def files() -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def prompts(files: ModelFiles) -> Prompts:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(files.path.parent, gguf_file=files.path.name)
+    tokenizer = transformers_tokenizer(files)
     ids = [tokenizer(text)["input_ids"] for text in TEXTS]
     for text in CHATS:
         message = [{"role": "user", "content": text}]

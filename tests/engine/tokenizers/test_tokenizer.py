@@ -11,7 +11,7 @@ import gguf
 import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
+from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 import pagoda
 from pagoda.base.errors import CapacityError, ConfigError
@@ -19,7 +19,7 @@ from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, library_failure
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.model_files import ModelFiles, identify
-from tests.cached_models import cached_model
+from tests.cached_models import cached_model, transformers_tokenizer
 
 STRINGS = [
     "Hello, world! It's 3.14 or 123456.",
@@ -63,7 +63,7 @@ def smollm2() -> ModelFiles:
 @pytest.fixture(scope="module")
 def reference(smollm2: ModelFiles) -> Any:
     """transformers' tokenizer of the file, made to cut off single digits, as the published tokenizer.json does."""
-    reference = AutoTokenizer.from_pretrained(smollm2.path.parent, gguf_file=smollm2.path.name)
+    reference = transformers_tokenizer(smollm2)
     reference.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -99,7 +99,7 @@ def test_smollm2_chat_agrees_with_transformers(smollm2: ModelFiles, reference: A
 @pytest.mark.slow
 def test_gemma3_agrees_with_transformers() -> None:
     files = cached_model("gemma3-270m")
-    theirs = AutoTokenizer.from_pretrained(files.path.parent, gguf_file=files.path.name)
+    theirs = transformers_tokenizer(files)
     ours = load_tokenizer(files)
     check_agreement(ours, theirs, STRINGS + source_lines())
     assert ours.encode("x")[0] == ours.facts.bos_token_id == theirs.bos_token_id
