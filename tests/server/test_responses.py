@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.answers.reasoning import ReasoningSplitter
 from pagoda.server.body_reader import parse_body
 from pagoda.server.conversation import Conversation
 from pagoda.server.dialects.responses import input as responses_input
@@ -23,6 +24,7 @@ from pagoda.server.dialects.responses.bodies import InputItem, ResponsesRequest
 from pagoda.server.dialects.responses.dialect import ResponsesDialect
 from pagoda.server.dialects.responses.tools import CustomInput, ResponsesTools
 from pagoda.server.errors import ApiError
+from pagoda.server.reader import Reader
 from pagoda.server.turn import Piece, ReasoningDelta, TextDelta
 from tests.server.live import LiveServer
 from tests.server.random_turns import Events, events_of, random_text, random_turn, turn_of
@@ -525,6 +527,17 @@ def test_log_probabilities_come_with_the_text_and_with_the_whole() -> None:
     content = checked(events_of(answer.opening() + b"".join(map(answer.frames, late)) + answer.closing()))
     part = content["output"][0]["content"][0]
     assert [one["token"] for one in part["logprobs"]] == ["A", "C", "A"]
+    # So may what begins a thought.
+    reader = Reader(None, ReasoningSplitter(), lambda token_id: texts[token_id].encode())
+    answer, texts, known = new_answer(body), ["<think>", "C", "</think>", "A"], 0
+    told = answer.opening()
+    for token_id, text in enumerate(texts):
+        output = CompletionOutput(0, text, [token_id], logprobs=[{token_id: Logprob(-0.5, 1, text)}])
+        piece = Piece(0, RequestOutput("r"), output, reader.read(output), reader.num_reasoning_tokens - known)
+        known += piece.num_reasoning_tokens
+        told += answer.frames(piece)
+    content = checked(events_of(told + answer.closing()))
+    assert [one["token"] for one in content["output"][1]["content"][0]["logprobs"]] == ["A"]
     thought = CompletionOutput(0, "AC", [1, 3], logprobs=[first, second])
     events_of_both = [ReasoningDelta("A"), TextDelta("C")]
     _, item = new_answer(body).whole([Piece(0, RequestOutput("r"), thought, events_of_both, 1)]).output

@@ -251,7 +251,7 @@ class ResponseWriter:
 
     def _add(self, piece: Piece) -> None:
         """Tell what a piece says."""
-        self._logprobs += self._logprobs_of(piece)
+        self._note_logprobs(piece)
         for one in piece.events:
             match one:
                 case ReasoningDelta(text):
@@ -267,12 +267,15 @@ class ResponseWriter:
                 case TurnEnd():
                     self._end = one
 
-    def _logprobs_of(self, piece: Piece) -> Sequence[ChatLogprob]:
+    def _note_logprobs(self, piece: Piece) -> None:
         output, num_top = piece.output, self.turn.request.params.logprobs
         if output.logprobs is None or num_top is None:
-            return ()
-        first = piece.num_reasoning_tokens
-        return chat_logprobs(output.token_ids[first:], output.logprobs[first:], num_top).content
+            return
+        # What begins a thought is known as a part of it only with the first words of that.
+        num_known = min(piece.num_reasoning_tokens, len(self._logprobs))
+        del self._logprobs[:num_known]
+        first = piece.num_reasoning_tokens - num_known
+        self._logprobs += chat_logprobs(output.token_ids[first:], output.logprobs[first:], num_top).content
 
     def _finish(self) -> None:
         """Tell the end."""
