@@ -65,9 +65,10 @@ def _with_first(messages: Sequence[Message], text: str, has_system: bool) -> lis
 
 
 def _without_calls(messages: Sequence[Message]) -> list[Message]:
-    """Write calls and their results as text; results that follow each other become one message of the user.
+    """Write calls and their results as text.
 
-    Raises RequestError for malformed ones.
+    Results that follow each other become one message of the user, with what the user says next: many templates that
+    lack tools want turns to alternate. Raises RequestError for malformed ones.
     """
     changed: list[Message] = []
     follows_result = False
@@ -78,11 +79,9 @@ def _without_calls(messages: Sequence[Message]) -> list[Message]:
         is_result = given.get("role") == "tool"
         message = normal_message(index, given) if is_result or given.get("tool_calls") else given
         if is_result:
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if follows_result:
-                changed[-1] = {"role": "user", "content": f"{changed[-1]['content']}\n{text}"}
-            else:
-                changed.append({"role": "user", "content": text})
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if follows_result and message.get("role") == "user":
+            changed[-1] = {**message, "content": _joined(changed[-1]["content"], message.get("content"))}
         elif message.get("tool_calls"):
             calls = "\n".join(_call(one) for one in message["tool_calls"])
             content = message.get("content")
@@ -92,6 +91,13 @@ def _without_calls(messages: Sequence[Message]) -> list[Message]:
             changed.append(message)
         follows_result = is_result
     return changed
+
+
+def _joined(results: str, content: Any) -> Any:
+    """Return the content of a message of the user behind the results of calls."""
+    if isinstance(content, list):
+        return [{"type": "text", "text": results}, *content]
+    return f"{results}\n{content}" if isinstance(content, str) else content  # None is left for the template to refuse
 
 
 def _call(call: Mapping[str, Any]) -> str:

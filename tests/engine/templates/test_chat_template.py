@@ -8,6 +8,7 @@ import pytest
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.chat_values import normal_message
+from pagoda.engine.templates.generic_tools import with_generic_tools
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -28,6 +29,19 @@ def test_continue_final_message_ends_inside_the_last_message(content: str, trim:
     messages = [*HI, {"role": "assistant", "content": content}]
     text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" + (content.rstrip() if trim else content)
+
+
+@pytest.mark.parametrize("said", ["And now?", [{"type": "text", "text": "And now?"}]])
+def test_turns_alternate_though_results_of_calls_are_the_users_and_it_says_more(said: Any) -> None:
+    """As agents do, which send results with reminders, to a model without tools such as Gemma 3."""
+    wants = "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+    template = CHATML.replace("{{ '<|im_start|>'", wants + "{{ '<|im_start|>'")
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    results = [{"role": "tool", "content": text} for text in ("rain", "snow")]
+    asked = [*HI, {"role": "assistant", "tool_calls": [call, call]}, *results, {"role": "user", "content": said}]
+    text = ChatTemplate(template).render(with_generic_tools(asked, None, template))
+    rain, snow = (f"<tool_response>\n{one}\n</tool_response>\n" for one in ("rain", "snow"))
+    assert text.endswith(f"<|im_start|>user\n{rain}{snow}And now?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_text_parts_are_joined_and_other_parts_refused() -> None:
