@@ -3,7 +3,7 @@
     FOLDER/seed                        of the hashes, as a hexadecimal number; mode 0600
     FOLDER/<root>/<2 digits>/<hash>    a record: SHA-256 of root, hash and content; then the content
     FOLDER/<root>/<2 digits>/<hash>-<owner>    the same, of a caller with a key; owner: 8 digits of a hash
-    FOLDER/<root>/writing-<pid>-<8 digits>    a record that is being written; digits: of this Records alone
+    FOLDER/<root>/writing-<16 digits>    a record that is being written, and locked; digits: of this Records alone
 
 root: names everything that the content depends on besides what the hash covers: the model's files, data types, kernels,
 layout. A record is renamed to its place when it is complete, and never changed. Its time of modification says when it
@@ -11,6 +11,7 @@ was last used; a time to come, until when it is to be kept. Several engines may 
 """
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -34,6 +35,7 @@ logger = logging.getLogger("pagoda")
 _CHECKSUM_BYTES = 32
 _SEED_BYTES = 15
 _SHARDS = tuple(f"{number:02x}" for number in range(256))
+_ROOT_NAME = re.compile("[0-9a-f]{32}")
 _FILE_NAME = re.compile("([0-9a-f]{62})(?:-([0-9a-f]{8}))?")
 _LOG_EVERY_S = 60.0
 SHARE = 4
@@ -109,8 +111,7 @@ class Records:
         self.tier = tier
         self._folder, self._root, self._max_bytes = folder, root, max_bytes
         self._own = folder / root
-        # Processes in two containers may have the same number.
-        self._unfinished = self._own / f"writing-{os.getpid()}-{secrets.token_hex(4)}"
+        self._unfinished = self._own / f"writing-{secrets.token_hex(8)}"
         self._lock = threading.Lock()  # of what follows
         self._records: dict[str, _Record] = {}  # by root/shard/hash
         self._orders: dict[tuple[str, bool], OrderedDict[str, None]] = {}  # by owner, and whether to be kept
@@ -227,11 +228,12 @@ class Records:
             for part in (self._own, path.parent):  # not the folder itself: the last engine may have removed that
                 part.mkdir(mode=0o700, exist_ok=True)
             with open(own, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(self._checksum(block_hash, content))
                 view = content.data
                 while view:
                     view = view[file.write(view) :]
-            os.replace(own, path)
+                os.replace(own, path)
         except OSError as error:
             with contextlib.suppress(OSError):
                 own.unlink()
@@ -301,7 +303,7 @@ class Records:
         with contextlib.suppress(OSError):
             if not self._seen:
                 self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._remove_unfinished()
+                self._remove_leftovers()
             roots += [one.name for one in os.scandir(self._folder) if one.is_dir() and one.name != self._root]
         shards: dict[str, dict[str, _Record]] = {}  # those that have changed: their records
         for shard in (f"{root}/{digits}" for root in roots for digits in _SHARDS):
@@ -322,12 +324,16 @@ class Records:
             self._use(name, now_s)
         self._make_room(0)
 
-    def _remove_unfinished(self) -> None:
-        """Remove what processes that have ended were writing."""
-        for path in self._own.glob("writing-*"):
-            pid = path.name.split("-")[1]
-            if not Path(f"/proc/{pid}").exists():
-                path.unlink(missing_ok=True)
+    def _remove_leftovers(self) -> None:
+        """Remove what engines that have ended were writing, and folders of other roots without a record."""
+        others = [one for one in self._folder.iterdir() if _ROOT_NAME.fullmatch(one.name) and one != self._own]
+        for path in (path for root in (self._own, *others) for path in root.glob("writing-*")):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while an engine writes, in any container
+                path.unlink()
+        for path in (path for root in others for path in (*(root / shard for shard in _SHARDS), root)):
+            with contextlib.suppress(OSError):  # it has a record
+                path.rmdir()
 
     def _read_shard(self, shard: str) -> dict[str, _Record] | None:
         """Return the records of a shard, used when their files say; None if it has not changed since it was read.

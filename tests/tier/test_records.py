@@ -283,14 +283,38 @@ def test_engines_find_what_others_have_written(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_process_was_writing_is_removed(tmp_path: Path) -> None:
-    records = opened(tmp_path)
-    write(records, 1)
-    unfinished, other = (tmp_path / "root" / f"writing-{pid}-00000000" for pid in (999999999, os.getpid()))
-    unfinished.write_bytes(b"half")
-    other.write_bytes(b"half")
+    roots = "root", "0123" * 8
+    for root in roots:
+        write(opened(tmp_path, root=root), 1)
+        (tmp_path / root / f"writing-{os.getpid()}-00000000").write_bytes(b"half")
     assert read(opened(tmp_path), 1)
-    assert not unfinished.exists()
-    assert other.exists()
+    assert not list(tmp_path.glob("*/writing-*"))
+
+
+def test_what_a_process_of_another_container_is_writing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be unknown here, or another process's."""
+    monkeypatch.setattr(module.os, "getpid", lambda: 999999999)
+    mine, replace = opened(tmp_path), os.replace
+
+    def open_another_first(source: Path, target: Path) -> None:
+        opened(tmp_path)
+        replace(source, target)
+
+    monkeypatch.setattr(module.os, "replace", open_another_first)
+    write(mine, 1)
+    monkeypatch.undo()
+    assert read(opened(tmp_path), 1)
+
+
+def test_folders_of_other_roots_without_records_are_removed(tmp_path: Path) -> None:
+    """But none that may be anything else, such as lost+found."""
+    old, other = "0123" * 8, "4567" * 8
+    write(opened(tmp_path, root=old), 1)
+    write(opened(tmp_path, root=other), 2)
+    path_of(tmp_path, 1, old).unlink()
+    (tmp_path / "lost+found").mkdir()
+    opened(tmp_path)
+    assert {one.name for one in tmp_path.iterdir()} == {other, "root", "lost+found"}
 
 
 def test_writers_with_the_same_number_do_not_write_to_the_same_file(
