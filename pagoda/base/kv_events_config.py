@@ -31,7 +31,9 @@ class KVEventsConfig:
     replay_endpoint: Annotated[
         str | None, Setting("Where readers ask for batches that they missed.", unset="there are no replays")
     ] = None
-    buffer_steps: Annotated[int, Setting("Last batches that can be asked for.", at_least=1)] = 10_000
+    buffer_steps: Annotated[int, Setting("Last batches that can be asked for, of at most 256 MiB.", at_least=1)] = (
+        10_000
+    )
     hwm: Annotated[int, Setting("Batches that may wait for a slow reader; others are lost to it.", at_least=1)] = (
         100_000
     )

@@ -36,6 +36,8 @@ LAST = (-1).to_bytes(8, "big", signed=True)
 """The number of the message that ends a replay."""
 
 _MOST_PER_BATCH = 1_000
+MOST_KEPT_BYTES = 256 << 20
+"""Of the batches that can be asked for: prompts may be long."""
 _LOOK_AT_REPLAYS_S = 0.1
 _POOL, _TIERS = "GPU", {"host": "CPU", "disk": "STORAGE"}
 """The words of vLLM. Also a CPU's pool is the GPU's there: readers route by no other blocks."""
@@ -104,8 +106,9 @@ class KVEventPublisher:
         self._max_waiting = config.max_queue_size
         self._waiting: queue.SimpleQueue[CacheEvent | None] = queue.SimpleQueue()
         # Batches hold whole prompts: without an endpoint for replays, none is kept.
-        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps if config.replay_endpoint else 0)
-        self._num_sent = 0
+        self._max_kept = config.buffer_steps if config.replay_endpoint else 0
+        self._sent: deque[tuple[bytes, bytes]] = deque()
+        self._num_sent = self._kept_bytes = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._events = self._open(zmq.PUB, config.endpoint, config.hwm)
@@ -224,6 +227,9 @@ class KVEventPublisher:
         self._events.send_multipart((self._topic, number, payload))
         self._sent.append((number, payload))
         self._num_sent += 1
+        self._kept_bytes += len(payload)
+        while len(self._sent) > self._max_kept or self._kept_bytes > MOST_KEPT_BYTES:
+            self._kept_bytes -= len(self._sent.popleft()[1])
 
     def _replay(self, socket: "zmq.Socket[bytes]") -> None:
         """Answer one reader. What is no such question has no answer."""

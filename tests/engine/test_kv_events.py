@@ -25,6 +25,7 @@ from pagoda.base.kv_events_config import KVEventsConfig, endpoint_of
 from pagoda.core.events import Removed, Stored, TierChanged
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem, Request
+from pagoda.engine import kv_events
 from pagoda.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventPublisher
 
 SIZE = 4
@@ -165,6 +166,21 @@ def test_a_reader_gets_the_last_batches_from_a_number_on(
     assert numbers == [3, 4, 5]
     assert reader.numbers(5) == [5]
     assert reader.numbers(6) == []
+    publisher.close()
+
+
+def test_what_can_be_asked_for_again_is_bounded_in_bytes(
+    config: KVEventsConfig, context: "zmq.Context[zmq.Socket[bytes]]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "MOST_KEPT_BYTES", 5_000)
+    publisher = KVEventPublisher(config, [KVGroupSpec()], SIZE)
+    reader = Reader(context, config)
+    for number in range(1, 6):
+        publisher.note(stored(*(bytes([number, one]) * 16 for one in range(100))))
+        while not (kept := reader.raw()) or kept[-1][0] < number:
+            pass
+    assert 1 < len(kept) < 5
+    assert sum(len(payload) for _, payload in kept) <= 5_000
     publisher.close()
 
 
