@@ -35,6 +35,7 @@ from pagoda.worker.devices import select_device
 
 logger = logging.getLogger("pagoda")
 
+CONNECT_TIMEOUT_S = 60.0  # to a cluster, which may have to start here; Ray itself tries for a quarter of an hour
 PLACEMENT_TIMEOUT_S = 30.0  # for a place for all ranks; a server tries three times
 START_TIMEOUT_S = 300.0  # for their processes to start, which import torch
 END_TIMEOUT_S = 10.0
@@ -56,14 +57,23 @@ def connect() -> str:
     Raises WorkerDied if it does not answer.
     """
     if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS", "")
         connected: Future[object] = Future()
-        threading.Thread(target=_stay_connected, args=(connected,), name="pagoda-ray", daemon=True).start()
         try:
-            connected.result()
-        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-            address = os.environ.get("RAY_ADDRESS", "")
-            raise WorkerDied(f"no Ray cluster answers at {address or 'this machine'}: {error}") from error
+            _check_address(address)
+            threading.Thread(target=_stay_connected, args=(connected,), name="pagoda-ray", daemon=True).start()
+            connected.result(CONNECT_TIMEOUT_S)
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            why = error if str(error) else f"not within {CONNECT_TIMEOUT_S:.0f} s"
+            raise WorkerDied(f"no Ray cluster answers at {address or 'this machine'}: {why}") from error
     return ray.util.get_node_ip_address()
+
+
+def _check_address(address: str) -> None:
+    """Raise OSError if the address names a port on which nothing listens: the head of the cluster has ended."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "://" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), HANDSHAKE_TIMEOUT_S).close()
 
 
 def _stay_connected(connected: "Future[object]") -> None:

@@ -1,9 +1,11 @@
 """Ranks on a Ray cluster, each of whose nodes has processes of its own: a node that dies costs a pause."""
 
 import asyncio
+import contextlib
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from pagoda.executors.messages import RankStart
 from pagoda.executors.ray import RayRanks
 from pagoda.worker.devices.cpu import CpuDevice
 from tests.engine.byte_llama import write_byte_llama
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer, reserved_port, serving
+from tests.server.ray_nodes import end_node, node
 from tests.server.test_ranks import flags_of, load
 
 GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -139,6 +142,27 @@ def test_a_cluster_without_room_is_an_error_that_says_what_is_missing(
         LLM(str(model), tensor_parallel_size=2, distributed_executor_backend="ray", **SIZES)
 
 
+def test_a_cluster_that_has_ended_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For which Ray itself would wait a quarter of an hour."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray is asked for a cluster that has ended"))
+    with reserved_port() as port:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        with pytest.raises(WorkerDied, match=f"no Ray cluster answers at 127.0.0.1:{port}: .*refused"):
+            ray_executor.connect()
+
+
+def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: is_over.wait())
+    monkeypatch.setattr(ray_executor, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(WorkerDied, match="no Ray cluster answers at this machine: not within 0 s"):
+        ray_executor.connect()
+    is_over.set()
+
+
 def test_processes_that_do_not_start_in_time_are_an_error_that_names_them_and_rays_limit(
     cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,3 +206,32 @@ def test_a_server_goes_on_when_a_node_dies_and_another_has_room(cluster: Cluster
         assert asyncio.run(load(server, [remove_first])) == undisturbed
         assert server.wait_idle()["engine_restarts"] == 1
     cluster.remove_node(second)
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_when_the_head_dies_and_another_one_is_started_at_its_address(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks are on another node, whose processes Ray ends when they have missed the head for some seconds."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    quick = {"RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+    with reserved_port() as port, contextlib.ExitStack() as nodes:
+
+        def start_cluster() -> "list[subprocess.Popen[bytes]]":
+            head = ("--head", "--port", str(port), "--num-cpus", "0", "--include-dashboard", "false")
+            other = ("--address", f"127.0.0.1:{port}", "--num-cpus", "2")
+            return [nodes.enter_context(node(tmp_path, *flags, **quick)) for flags in (head, other)]
+
+        def replace_head(_: LiveServer) -> None:
+            end_node(head)
+            other.wait(60)
+            start_cluster()
+
+        head, other = start_cluster()
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        flags = (*flags_of(model), "--distributed-executor-backend", "ray", "--threads", "1")
+        with serving(tmp_path, *flags, stepped=True, env=quick) as server:
+            undisturbed = asyncio.run(load(server, []))
+            assert all(status == 200 and all(texts) for status, texts in undisturbed)
+            assert asyncio.run(load(server, [replace_head])) == undisturbed
+            assert server.wait_idle()["engine_restarts"] >= 1

@@ -23,6 +23,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from tests.server.live import reserved_port
+from tests.server.ray_nodes import command_of, node
 
 PYTHON = Path(f"{sys.prefix}-clients") / "bin" / "python"
 SCRIPT = Path(__file__).parent / "client_scripts" / "of_many_streams.py"
@@ -68,10 +69,8 @@ def deployed(folder: Path) -> Iterator[str]:
     with reserved_port() as port:
         file = folder / "serve.yaml"
         file.write_text(yaml.safe_dump(config(port)))
-        program = "from ray.serve.scripts import cli; cli()"
         with (folder / "serve.log").open("wb") as log:
-            command = [sys.executable, "-c", program, "run", str(file)]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command_of("serve", "run", str(file)), stdout=log, stderr=subprocess.STDOUT)
         try:
             wait_until(lambda: num_running() == 1, process)
             yield f"http://127.0.0.1:{port}"
@@ -138,3 +137,49 @@ def test_no_request_is_lost_while_replicas_come_and_go_and_when_a_node_dies(clus
         # How many streams it had is the choice of Ray's router: on a busy machine the new replica may have had none.
         assert sum(len(end["errors"]) for end in ends) <= 24, "one for each stream that it had"
         assert all(end["texts"] == up["texts"] for end in ends)
+
+
+def test_serve_deploy_changes_what_runs_under_streams_without_a_lost_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a shell: `ray start`, `serve deploy`, with more replicas, with other settings, `serve shutdown`."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    with contextlib.ExitStack() as stack:
+        port, head, dashboard = (stack.enter_context(reserved_port()) for _ in range(3))
+        ports = ("--port", str(head), "--dashboard-port", str(dashboard))
+        stack.enter_context(node(tmp_path, "--head", *ports, "--num-cpus", "2"))
+        url, file = f"http://127.0.0.1:{port}", tmp_path / "serve.yaml"
+
+        def run(*words: str) -> dict[str, Any]:
+            command = command_of("serve", *words, "-a", f"http://127.0.0.1:{dashboard}")
+            done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
+            assert done.returncode == 0, done.stderr
+            return yaml.safe_load(done.stdout) if words == ("status",) else {}
+
+        def deploy(num_replicas: int, **settings: int) -> None:
+            wanted = config(port)
+            (application,) = wanted["applications"]
+            (options,) = application["deployments"]
+            del options["autoscaling_config"]
+            options["num_replicas"] = num_replicas
+            application["args"] |= settings
+            file.write_text(yaml.safe_dump(wanted))
+            run("deploy", str(file))
+            wait_until(lambda: is_deployed(run("status"), num_replicas))
+
+        deploy(1)
+        for num_replicas, settings in ((2, {}), (1, {"max_num_seqs": 32})):
+            load = Load(url, 4, num_retries=0)
+            load.wait_begun()
+            deploy(num_replicas, **settings)
+            time.sleep(3)  # the new ones take requests
+            assert load.end()["errors"] == []
+        run("shutdown", "--yes")
+        wait_until(lambda: not run("status")["applications"])
+
+
+def is_deployed(status: dict[str, Any], num_replicas: int) -> bool:
+    application = status["applications"].get("pagoda", {})
+    replicas = application.get("deployments", {}).get("pagoda", {}).get("replica_states", {})
+    return application.get("status") == "RUNNING" and replicas == {"RUNNING": num_replicas}
