@@ -62,6 +62,7 @@ UNREADABLE: list[tuple[dict[str, Any], str]] = [
     ({"role": "assistant", "content": [{"type": "input_image", "image_url": "x"}]}, ".content"),
     ({"role": "king", "content": "x"}, ".role"),
     ({"type": "function_call", "name": "f"}, ""),
+    ({"type": "function_call", "name": "f", "arguments": '{"a": '}, ".arguments"),
     ({"type": "custom_tool_call", "input": "x"}, ""),
     ({"type": "function_call_output", "call_id": "x" * 257, "output": "x"}, ""),
     ({"type": "function_call_output", "call_id": "x", "output": [{"type": "audio"}]}, ".output[0]"),

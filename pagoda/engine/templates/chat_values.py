@@ -133,13 +133,13 @@ def _normal_calls(where: str, calls: Any, form: CallForm) -> list[Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{index}] has no function with a name", f"{where}[{index}].function")
-        arguments = _arguments(f"{where}[{index}].function.arguments", function.get("arguments"))
+        arguments = call_arguments(f"{where}[{index}].function.arguments", function.get("arguments"))
         written: Any = json.dumps(arguments, ensure_ascii=False) if form.as_text else arguments
         normal.append({**call, "function": {**function, "arguments": written}})
     return normal
 
 
-def _arguments(where: str, given: Any) -> dict[str, Any]:
+def call_arguments(where: str, given: Any) -> dict[str, Any]:
     """Return the arguments of a call as an object; none, and JSON's null, are an empty one. Raises RequestError."""
     arguments = given
     if isinstance(given, str):

@@ -6,6 +6,7 @@ from typing import Any
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.templates.chat_values import call_arguments
 from pagoda.server.conversation import Conversation, check_chat
 from pagoda.server.dialects.responses.bodies import InputItem, InputPart, ResponsesRequest, check_ids
 from pagoda.server.dialects.responses.tools import ResponsesTools, arguments_of, chosen
@@ -111,6 +112,8 @@ class ItemsTranscript(Transcript):
     def _add_call(self, place: str, item: InputItem, arguments: str | None) -> None:
         if not item.name or arguments is None:
             raise RequestError(f"{place}: a call needs a name, and arguments or an input", place)
+        if item.kind == "function_call":  # before it is stored, or its place is that of a message
+            call_arguments(f"{place}.arguments", arguments)
         message = self._assistant(place)
         if not message.get("content"):
             message.pop("content", None)
