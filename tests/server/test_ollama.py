@@ -307,6 +307,25 @@ def test_options_and_thinking_reach_the_engine_and_the_template() -> None:
     assert (conversation.thinking, conversation.continue_final_message) == (Thinking(), True)
 
 
+def test_texts_of_one_role_that_follow_each_other_are_one_message() -> None:
+    def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+        return {"role": role, "content": content, **more}
+
+    call = {"function": {"name": "f", "arguments": {}}}
+    turns = [said("system", "Be short."), said("system", "Be kind."), said("user", "Hi"), said("user", "", images=None)]
+    turns += [said("assistant", "", tool_calls=[call, call]), said("tool", "a"), said("tool", "b")]
+    turns += [said("user", "And now?"), said("user", "?", images=["AAAA"]), said("assistant", "So", thinking="Hm")]
+    body = body_of(messages=[*turns, said("assistant", "it")])
+    system, user, _, *tools, also, shown, last = template_messages(body.messages)
+    assert (system["content"], user["content"], also["content"]) == ("Be short.\n\nBe kind.", "Hi", "And now?")
+    assert ([one["content"] for one in tools], shown["content"][1]["text"]) == (["a", "b"], "?")
+    assert (last["content"], last["reasoning_content"]) == ("So\n\nit", "Hm")
+    names = {0: 0, 1: 2, 2: 4, 3: 5, 4: 6, 5: 7, 6: 8, 7: 9}
+    for at, own in names.items():
+        assert body.origin(f"messages[{at}].content[0]") == f"messages[{own}].images[0]"
+    assert (body.origin("messages"), body.origin("max_tokens")) == ("messages", "options.num_predict")
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "param"),
     [

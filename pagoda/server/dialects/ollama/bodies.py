@@ -185,8 +185,15 @@ class OllamaChatRequest(OllamaBody, kw_only=True, frozen=True):
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
         limits.check_counts(self.messages or (), self.tools)
-        with naming_fields(origin):
+        with naming_fields(self.origin):
             check_chat(limits, template_messages(self.messages or ()), self.tools, None, None)
+
+    def origin(self, param: str) -> str:
+        """Return the caller's name of a field: of several messages that are one, that of the first."""
+        if found := re.match(r"messages\[(\d+)\]", param):
+            at = sum(map(len, _runs(self.messages or ())[: int(found[1])]))
+            param = f"messages[{at}]{param[found.end() :]}"
+        return origin(param)
 
     @property
     def is_empty(self) -> bool:
@@ -260,11 +267,33 @@ class _OpenCalls:
         self._names.pop(call_id, None)
 
 
+def _runs(messages: Sequence[OllamaMessage]) -> list[list[OllamaMessage]]:
+    """Return messages, with those of one role that follow each other and are text alone in one list."""
+    runs: list[list[OllamaMessage]] = []
+    was_text = False
+    for message in messages:
+        is_text = not (message.images or message.tool_calls or message.role == "tool")
+        if is_text and was_text and runs[-1][0].role == message.role:
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+        was_text = is_text
+    return runs
+
+
+def _joined(run: Sequence[OllamaMessage]) -> OllamaMessage:
+    """Return messages as one, as Ollama does: many templates want turns to alternate."""
+    if len(run) == 1:
+        return run[0]
+    texts, thoughts = [one.content for one in run if one.content], [one.thinking for one in run if one.thinking]
+    return OllamaMessage(role=run[0].role, content="\n\n".join(texts), thinking="\n\n".join(thoughts))
+
+
 def template_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates read. Calls without an id get one, and so do their answers."""
     made: list[dict[str, Any]] = []
     num_calls, open_calls = 0, _OpenCalls()
-    for message in messages:
+    for message in map(_joined, _runs(messages)):
         text = message.content or ""
         one: dict[str, Any] = {"role": message.role, "content": text}
         if message.images:

@@ -196,7 +196,7 @@ class OllamaChatDialect:
         with naming_fields(origin):
             params = body.params(model.default_sampling)
         conversation = body.conversation(template_messages(body.messages or ()), tools)
-        return TurnRequest(params, conversation, is_stream=body.stream, origin=origin)
+        return TurnRequest(params, conversation, is_stream=body.stream, origin=body.origin)
 
     def answer(self, body: OllamaChatRequest, turn: Turn, state: ServerState) -> OllamaWriter:
         return OllamaWriter(body, turn)
