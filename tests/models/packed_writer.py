@@ -159,13 +159,14 @@ def _pack(
     return {**stored, "scales": held_scales}, made
 
 
-def _words(code: Callable[[int, int, int], Any], rows: int, columns: int, bits: int = 4) -> torch.Tensor:
-    """Return int32 [rows, columns] whose word (i, j) has code(i, j, k) in its bits from bits * k on."""
-    words = np.zeros((rows, columns), np.uint32)
-    for i in range(rows):
-        for j in range(columns):
-            words[i, j] = sum(int(code(i, j, k)) << (bits * k) for k in range(32 // bits))
-    return torch.from_numpy(words.view(np.int32))
+def _words(code: Callable[[Any, Any, int], Any], rows: int, columns: int, bits: int = 4) -> torch.Tensor:
+    """Return int32 [rows, columns] whose word (i, j) has code(i, j, k) in its bits from bits * k on.
+
+    code: takes int64 [rows, columns] for i and for j, and returns as many codes.
+    """
+    i, j = np.indices((rows, columns))
+    words = sum(code(i, j, k).astype(np.uint32) << np.uint32(bits * k) for k in range(32 // bits))
+    return torch.from_numpy(np.asarray(words, np.uint32).view(np.int32))
 
 
 def _as_fp8(weight: torch.Tensor, packing: Packing) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
