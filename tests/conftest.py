@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # How long an example takes is the machine's affair.
 settings.register_profile("pagoda", deadline=None)
+settings.register_profile("thorough", deadline=None, max_examples=1000)  # of `make test-slow`: --hypothesis-profile
 settings.load_profile("pagoda")
 
 # Triton decides while it is imported whether kernels are compiled for a GPU or interpreted.

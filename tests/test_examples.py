@@ -1,13 +1,20 @@
-"""Every script in examples/ runs as a user runs it, and prints what it promises."""
+"""Every script in examples/ runs, and prints what it promises: some as a user runs them, the others in this process.
+
+A process of its own imports torch first, which takes longer than most of them.
+"""
 
 import re
+import runpy
 import subprocess
 import sys
 import wave
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pagoda.base.config import SchedulingPolicy
+from pagoda.core.policy import POLICIES
 from tests.cached_models import cached_model
 from tests.server.live import serving
 
@@ -26,6 +33,16 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    def run_here(script: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_here
+
+
 def test_offline_batch() -> None:
     lines = run("offline_batch.py").splitlines()
     assert "' Paris" in lines[0]
@@ -41,8 +58,8 @@ def test_offline_batch() -> None:
     ]
 
 
-def test_chat() -> None:
-    printed = run("chat.py")
+def test_chat(run_here: Callable[..., str]) -> None:
+    printed = run_here("chat.py")
     assert "Rome" in printed
     assert "Tokyo" in printed
     first, second = (int(count) for count in re.findall(r"prefix cache: (\d+)", printed))
@@ -59,33 +76,33 @@ def test_streaming() -> None:
     assert len(lines) == 3
 
 
-def test_openai_client(tmp_path: Path) -> None:
+def test_openai_client(tmp_path: Path, run_here: Callable[..., str]) -> None:
     with serving(tmp_path, "--dtype", "float32", "--max-model-len", "512") as server:
-        lines = run("openai_client.py", f"{server.url}/v1").splitlines()
+        lines = run_here("openai_client.py", f"{server.url}/v1").splitlines()
     assert lines[0] == "model: smollm2-135m"
     assert "Paris" in lines[1]
     assert lines[2].startswith("chat: ")
     assert re.fullmatch(r"usage: \d+ prompt tokens, \d+ output tokens", lines[-1])
 
 
-def test_beam_search() -> None:
-    lines = run("beam_search.py").splitlines()
+def test_beam_search(run_here: Callable[..., str]) -> None:
+    lines = run_here("beam_search.py").splitlines()
     scores = [float(line.split()[0]) for line in lines[4:8]]
     assert scores == sorted(scores, reverse=True)  # all outputs are of the same length, unlike those of the first
     assert "Paris" in lines[0]
     assert "bread" in lines[4]
 
 
-def test_lora() -> None:
-    lines = run("lora.py").splitlines()
+def test_lora(run_here: Callable[..., str]) -> None:
+    lines = run_here("lora.py").splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["base", "first", "second", "removed"]
     assert "' Paris" in lines[0]
     assert len({line.partition(": ")[2] for line in lines[:3]}) == 3
     assert lines[3] == "removed: True"
 
 
-def test_embeddings() -> None:
-    lines = run("embeddings.py").splitlines()
+def test_embeddings(run_here: Callable[..., str]) -> None:
+    lines = run_here("embeddings.py").splitlines()
     assert lines[0] == "576 dimensions, length 1.000"
     assert "Paris" in lines[1]  # the nearest of the three
     scores = [float(line.split()[0]) for line in lines[1:4]]
@@ -93,8 +110,8 @@ def test_embeddings() -> None:
     assert "Paris" in lines[4]
 
 
-def test_prompt_embeddings() -> None:
-    lines = run("prompt_embeddings.py").splitlines()
+def test_prompt_embeddings(run_here: Callable[..., str]) -> None:
+    lines = run_here("prompt_embeddings.py").splitlines()
     assert [line.partition(": ")[0] for line in lines] == ["text", "first", "second", "again", "base64"]
     assert "' Paris" in lines[0]
     said = [line.partition(", ")[2] for line in lines[:4]]
@@ -112,15 +129,17 @@ def test_engine_steps() -> None:
     assert "four, five" in lines[1]
 
 
-def test_policy() -> None:
-    lengths = [int(line.split()[0]) for line in run("policy.py").splitlines()]
+def test_policy(run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    priority = SchedulingPolicy.PRIORITY
+    monkeypatch.setitem(POLICIES, priority, POLICIES[priority])  # which the script replaces
+    lengths = [int(line.split()[0]) for line in run_here("policy.py").splitlines()]
     assert len(lengths) == 4
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
 
 
-def test_scheduler() -> None:
-    lines = run("scheduler.py").splitlines()
+def test_scheduler(run_here: Callable[..., str]) -> None:
+    lines = run_here("scheduler.py").splitlines()
     assert lines[0] == "step 1: rows [0, 1] compute [10, 6] tokens; 27 blocks free; ended: none"
     assert lines[3].endswith("32 blocks free; ended: request-1, request-2")
     assert re.fullmatch(r"step 1: 2 rows, \d+ tokens", lines[4])
@@ -140,7 +159,7 @@ def test_transcription(tmp_path: Path) -> None:
 
 
 def test_every_example_is_tested_and_listed() -> None:
-    tested = set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
+    tested = set(re.findall(r'run(?:_here)?\("(\w+\.py)"', Path(__file__).read_text()))
     tested |= {"images.py"}  # by tests/server/test_images.py
     listed = set(re.findall(r"\((\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested == listed

@@ -27,13 +27,13 @@ def write_input(path: Path, num_lines: int) -> None:
         for number in range(num_lines):
             url, body = random.Random(number).choice(
                 [
-                    ("/v1/completions", {"prompt": f"Line {number}", "max_tokens": 150, "seed": number}),
-                    ("/v1/responses", {"input": f"Line {number}", "max_output_tokens": 100, "seed": number}),
+                    ("/v1/completions", {"prompt": f"Line {number}", "max_tokens": 60, "seed": number}),
+                    ("/v1/responses", {"input": f"Line {number}", "max_output_tokens": 50, "seed": number}),
                     ("/v1/completions", {"prompt": f"Line {number}", "model": "unknown"}),
                     ("/v1/embeddings", {"input": f"Line {number}"}),
                     (
                         "/v1/chat/completions",
-                        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 80, "seed": number},
+                        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 40, "seed": number},
                     ),
                 ]
             )

@@ -96,14 +96,14 @@ class LiveServer:
             end = time.monotonic() + timeout_s
             while self.get("/health")[0] != truth:
                 assert time.monotonic() < end, f"/health does not become {truth}"
-                time.sleep(0.005)
+                time.sleep(0.02)
 
     def wait_restarts(self, num_restarts: int, timeout_s: float = 90.0) -> None:
         """After a kill: until the server has counted so many restarts since it began, and the next engine is up."""
         end = time.monotonic() + timeout_s
         while self.load()["engine_restarts"] < num_restarts or self.get("/health")[0] != 200:
             assert time.monotonic() < end, "no other engine is up"
-            time.sleep(0.005)
+            time.sleep(0.05)
 
     def wait_draining(self, timeout_s: float = 20.0) -> None:
         """After a signal: until it was seen, and new requests are refused."""

@@ -15,7 +15,7 @@ COLOUR = {"properties": {"colour": {"enum": ["red", "green", "blue"]}}, "require
 SCHEMA = {"type": "object", **COLOUR, "additionalProperties": False}
 IN_JSON: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name the colour of grass as JSON."}],
-    "max_tokens": 40,
+    "max_tokens": 24,
     "use_beam_search": True,
     "n": 2,
     "guided_json": SCHEMA,
@@ -72,7 +72,7 @@ def test_a_kill_in_the_middle_of_searches_changes_nothing(real_server: LiveServe
 
     They send nothing before they are done.
     """
-    bodies = [{**TEXT, "max_tokens": 40, "logprobs": 1}, IN_JSON]
+    bodies = [{**TEXT, "max_tokens": 24, "logprobs": 1}, IN_JSON]
     undisturbed = [choices(real_server, body) for body in bodies]
     for choice in undisturbed[1]:
         jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)

@@ -93,8 +93,12 @@ def test_openai_async_many_at_once(fake_server: LiveServer) -> None:
     assert len(set(texts)) == 24
 
 
+@pytest.mark.slow
 def test_litellm_completes_and_streams(fake_server: LiveServer) -> None:
-    """In a process of its own: litellm changes global state when it is imported."""
+    """As of the tests' own environment; test_every_client.py has that of the clients', in four ways.
+
+    In a process of its own: litellm changes global state when it is imported.
+    """
     script = """
 import json, sys, litellm
 ask = dict(model="openai/smollm2-135m", api_base=sys.argv[1], api_key="none", max_tokens=8, seed=5,

@@ -19,7 +19,7 @@ _OF_A_RUN = re.compile(r'"(?:created)":\d+|batch_[0-9a-f]{32}')
 
 
 def lines() -> list[str]:
-    given = [line_of(number, prompt=f"Line {number}", max_tokens=100, seed=number) for number in range(NUM_LINES)]
+    given = [line_of(number, prompt=f"Line {number}", max_tokens=50, seed=number) for number in range(NUM_LINES)]
     return [line_of(at, prompt="x", model="none") if at % 50 == 7 else line for at, line in enumerate(given)]
 
 

@@ -131,9 +131,9 @@ def bodies(endpoint: Endpoint, size: int) -> Iterator[tuple[str, bytes]]:
     base = BASES.get(endpoint.path, {})
     if endpoint.path == "/invocations":
         for name in _INVOKED:
-            yield f"{name} and many keys", json.dumps({**{f"k{i}": 1 for i in range(size // 10)}, name: "a"}).encode()
+            yield f"{name} and many keys", msgspec.json.encode({**{f"k{i}": 1 for i in range(size // 10)}, name: "a"})
         return
-    yield "unknown fields", json.dumps({**base, **{f"k{i}": 1 for i in range(size // 10)}}).encode()
+    yield "unknown fields", msgspec.json.encode({**base, **{f"k{i}": 1 for i in range(size // 10)}})
     assert endpoint.body is not None
     info = msgspec.inspect.type_info(endpoint.body)
     assert isinstance(info, kinds.StructType)
@@ -142,10 +142,10 @@ def bodies(endpoint: Endpoint, size: int) -> Iterator[tuple[str, bytes]]:
             body = {**base, field.encode_name: value}
             if field.encode_name == "messages":  # which excludes the others
                 body = {name: one for name, one in body.items() if name not in ("prompt", "input")}
-            yield f"{field.encode_name} {number}", json.dumps(body).encode()
+            yield f"{field.encode_name} {number}", msgspec.json.encode(body)
             if field.encode_name in ("prompt", "input", "text_2", "documents"):
                 body["truncate_prompt_tokens"] = 3
-                yield f"{field.encode_name} {number}, truncated", json.dumps(body).encode()
+                yield f"{field.encode_name} {number}, truncated", msgspec.json.encode(body)
 
 
 class LoopWork:

@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
@@ -21,6 +21,9 @@ from pagoda.engine.answers.tool_parsers import TOOL_PARSERS, parser_for_template
 from pagoda.engine.answers.tool_parsers.argument_types import argument_types
 from pagoda.engine.answers.tool_parsers.base import ToolParser, merged
 from pagoda.engine.answers.tool_parsers.formats import HermesParser, LlamaJsonParser, NamedCallParser
+
+MANY_FORMATS = settings(max_examples=settings().max_examples * 2 // 5)
+"""Of a test that runs for each of many formats or texts: together they have seen ten times as many examples as one."""
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:
@@ -103,12 +106,14 @@ LLAMA = [
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), HERMES)
+@MANY_FORMATS
 @given(data=st.data())
 def test_hermes_calls_in_any_chunks(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
     assert read(HermesParser(), cut(text, data)) == (content, calls)
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), LLAMA)
+@MANY_FORMATS
 @given(data=st.data())
 def test_llama_calls_in_any_chunks(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
     assert read(made("llama_json"), cut(text, data)) == (content, calls)
@@ -217,6 +222,7 @@ PIECES: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
+@MANY_FORMATS
 @given(data=st.data())
 def test_any_text_reads_the_same_in_any_cut(name: str, data: st.DataObject) -> None:
     """And a text without a call comes out as it was, but for the marks around names and sections."""
@@ -317,6 +323,7 @@ WRITTEN: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
+@MANY_FORMATS
 @given(data=st.data())
 def test_calls_in_every_format(name: str, data: st.DataObject) -> None:
     text = "" if name in ("llama_json", "pythonic") else "Look."  # calls are the whole answer
@@ -348,6 +355,7 @@ def test_calls_in_every_format(name: str, data: st.DataObject) -> None:
         ("hunyuan", "</tool_calls>"),
     ],
 )
+@MANY_FORMATS
 @given(data=st.data())
 def test_a_missing_closing_mark_loses_no_call(name: str, closing: str, data: st.DataObject) -> None:
     text = WRITTEN[name].replace(closing, "")
@@ -467,7 +475,8 @@ def test_the_time_to_read_a_call_is_linear_in_its_length(name: str) -> None:
             parser.feed(char)
         return time.process_time() - began_s
 
-    assert min(seconds(20_000) for _ in range(2)) < 20 * min(seconds(2_500) for _ in range(3))  # quadratic: 64 times
+    most_s = 20 * min(seconds(2_500) for _ in range(3))  # quadratic: 64 times as long
+    assert any(seconds(20_000) < most_s for _ in range(2))
 
 
 @pytest.mark.parametrize("name", ["mistral", "granite"])

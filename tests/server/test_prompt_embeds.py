@@ -191,7 +191,7 @@ def test_requests_outlive_a_killed_engine_and_end_when_aborted(tmp_path: Path) -
     model = write_byte_llama(tmp_path / "model")
     table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     ids = list(range(10, 70))
-    common = {"max_tokens": 440, "seed": 5, "temperature": 1, "n": 2, "ignore_eos": True, "return_token_ids": True}
+    common = {"max_tokens": 140, "seed": 5, "temperature": 1, "n": 2, "ignore_eos": True, "return_token_ids": True}
 
     def tokens(server: LiveServer, **body: Any) -> list[list[int]]:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"

@@ -6,13 +6,13 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda.engine.answers.tool_parsers import TOOL_PARSERS
 from pagoda.engine.answers.tool_parsers.argument_types import MAX_STEPS, ArgumentTypes, argument_types
 from pagoda.engine.answers.tool_parsers.base import ToolCall, ToolParser, merged
-from tests.server.test_parsers import WRITTEN
+from tests.server.test_parsers import MANY_FORMATS, WRITTEN
 
 NAMED = {
     "f": "fun_xq",
@@ -51,7 +51,7 @@ def tokens_of(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
-@settings(deadline=None)
+@MANY_FORMATS
 @given(data=st.data())
 def test_nothing_is_lost_of_what_is_nearly_right(name: str, data: st.DataObject) -> None:
     """Tokens of a well-formed text are left out, doubled and exchanged, and it is cut; streamed equals whole."""
