@@ -170,8 +170,8 @@ class EngineLink:
 
     @property
     def is_up(self) -> bool:
-        """Whether the process is running."""
-        return self.process.process.poll() is None
+        """Whether the process was running when it was last looked at: each request asks this of each replica."""
+        return not self._watch.done()
 
     def stuck_for_s(self) -> float:
         """Seconds since the engine made progress, or 0 while it has no work."""
@@ -184,7 +184,7 @@ class EngineLink:
 
     async def _wait_for_end(self) -> bool:
         """Wait until the process has ended (return False), or has work but makes no progress (return True)."""
-        while self.is_up:
+        while self.process.process.poll() is None:
             flight = self.process.recorder.read()
             mark, has_work = (flight.steps_begun, flight.steps_ended), self._ready_at_s is not None and not self.is_idle
             if self._watchdog.is_hung(mark, has_work, self.process.cpu_s(), self._step_timeout_s, time.monotonic()):

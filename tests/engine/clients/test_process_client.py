@@ -67,6 +67,21 @@ def run(
 NAMES = ["a", "bb", "ccc", "dddd"]
 
 
+def test_a_request_does_not_ask_the_system_whether_each_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many replicas, that is a system call for each of them; the link notices an end by itself."""
+
+    async def work(_: AsyncEngine, client: ProcessClient) -> None:
+        assert client._supervisor.link is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(client._supervisor.link.process.process, "poll", lambda: pytest.fail("it is asked"))
+            assert client.is_up
+            assert client.load.takes_requests
+        await kill(client)
+        assert not client.is_up
+
+    run(work)
+
+
 def test_a_grammar_continues_after_kills_where_it_was(steps: Steps) -> None:
     """The new engine compiles the grammar again, and its matcher reads what was emitted before."""
     pattern = "([a-f]{3}-){12}[a-f]{3}"
