@@ -228,7 +228,8 @@ class Records:
             for part in (self._own, path.parent):  # not the folder itself: the last engine may have removed that
                 part.mkdir(mode=0o700, exist_ok=True)
             with open(own, "wb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                with contextlib.suppress(OSError):  # a file system without locks: then no engine removes it either
+                    fcntl.flock(file, fcntl.LOCK_EX)
                 file.write(self._checksum(block_hash, content))
                 view = content.data
                 while view:

@@ -306,6 +306,20 @@ def test_what_a_process_of_another_container_is_writing_stays(tmp_path: Path, mo
     assert read(opened(tmp_path), 1)
 
 
+def test_a_file_system_without_locks_keeps_records_and_leftovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(module.fcntl, "flock", refuse)
+    records, unfinished = opened(tmp_path), tmp_path / "root" / "writing-0123456789abcdef"
+    unfinished.write_bytes(b"half")
+    write(records, 1)
+    assert read(opened(tmp_path), 1)
+    assert unfinished.exists()
+
+
 def test_folders_of_other_roots_without_records_are_removed(tmp_path: Path) -> None:
     """But none that may be anything else, such as lost+found."""
     old, other = "0123" * 8, "4567" * 8
