@@ -23,7 +23,7 @@ from pagoda.engine.inputs.prompt_encoder import PromptEncoder
 from pagoda.engine.inputs.prompts import TokensPrompt
 from pagoda.engine.inputs.sampled_messages import KnownMessages, MessagePlaces, OpenMessage
 from pagoda.engine.templates.chat_template import ChatTemplate
-from pagoda.engine.templates.chat_values import Message
+from pagoda.engine.templates.chat_values import Message, with_known_roles
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.tokenizers.tokenizer import Tokenizer, TokenizerFacts
 
@@ -287,6 +287,7 @@ class ChatPrompts:
                 "or give it a template (chat_template; of a server --chat-template FILE)",
                 "messages",
             )
+        messages = with_known_roles(messages, template.source_for(bool(tools)))
         if "tool_use" not in template.sources and lacks_tools(template.source):
             messages, tools = with_generic_tools(messages, tools, template.source), None
         try:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -98,8 +99,8 @@ class ChatTemplate:
         template_kwargs: more variables for the template (such as enable_thinking).
         is_marked: put a mark in place of each special token that the template itself writes.
         reads_images: the template is a vision-language model's: messages may have parts {"type": "image"}.
-        Raises RequestError if messages are malformed, if the template does not render tools, tool calls or tool
-        results that were given, and if the template raises an error.
+        Raises RequestError if messages are malformed, if the template does not render tools, tool calls, tool results
+        or messages of the system or another role that were given, and if the template raises an error.
         """
         name = self._name_for(bool(tools))
         calls = self._history_of(name).form if any(map(_has_calls, messages)) else DEFAULT_CALLS
@@ -114,6 +115,7 @@ class ChatTemplate:
         )
         self._check_places(values)
         text = self._render_marked(values) if is_marked else self._fill(self._plain, self.special_tokens, values)
+        self._check_shown(values, text)
         return cut_at_mark(text) if continue_final_message else text
 
     def _render_marked(self, values: Mapping[str, Any]) -> str:
@@ -217,6 +219,30 @@ class ChatTemplate:
                 where = f"messages[{index}].role"
                 raise RequestError(f"{where}: this model's chat template does not support tool results", where)
 
+    def _check_shown(self, values: Mapping[str, Any], text: str) -> None:
+        """Raise RequestError for a message that the template has left out, because of its role or its place.
+
+        text: as rendered. A text that is not in it may have been changed, so another one is tried in its place.
+        """
+        turns: list[dict[str, Any]] = values["messages"]
+        others = ((index, turn) for index, turn in enumerate(turns) if turn["role"] not in _ANSWERED_ROLES)
+        for index, turn in itertools.islice(others, _MAX_SEARCHED_MESSAGES):
+            content = turn.get("content") or ""
+            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            if all(part.strip() in text for part in parts):
+                continue
+            tried = {**turn, "content": _SHOWN if isinstance(content, str) else [{"type": "text", "text": _SHOWN}]}
+            shown = {**values, "messages": [*turns[:index], tried, *turns[index + 1 :]]}
+            try:
+                is_shown = _SHOWN in self._fill(self._plain, self.special_tokens, shown)
+            except RequestError:  # it depends on what the message says
+                return
+            if not is_shown:
+                where, role = f"messages[{index}].role", turn["role"]
+                why = f"this model's chat template leaves out a message of role {role!r:.80} in this place"
+                raise RequestError(f"{where}: {why}; make it a part of another one", where)
+            return  # one more rendering is enough
+
     def _form_of(self, name: str, reads_images: bool) -> ContentForm:
         """Return how a template reads contents. Without images, parts become one string, as other servers join them."""
         if name not in self._forms:
@@ -293,6 +319,8 @@ class ChatTemplate:
 
 _MAX_SEARCHED_MESSAGES = 64
 _UNMARKABLE = ""
+_ANSWERED_ROLES = frozenset({"user", "assistant", "tool"})
+"""Of turns; messages of other roles are for the template to know."""
 _PLAIN_ROLE = re.compile(r"[\w .-]+")
 _SHOWN = "probe_content"
 _WRITTEN_PART = re.compile(r"type['\"]: *['\"]text")

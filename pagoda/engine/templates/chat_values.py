@@ -52,6 +52,19 @@ def map_parts(messages: Sequence[Any], change: Callable[[str, Any], Any]) -> Seq
     return changed
 
 
+def with_known_roles(messages: Sequence[Any], template: str) -> Sequence[Any]:
+    """Return the messages of a developer as those of the system, unless a template, a text, knows developers.
+
+    OpenAI's clients send them, and most templates would leave them out.
+    """
+    if "'developer'" in template or '"developer"' in template:
+        return messages
+    return [
+        {**one, "role": "system"} if isinstance(one, Mapping) and one.get("role") == "developer" else one
+        for one in messages
+    ]
+
+
 def template_values(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,

@@ -79,7 +79,8 @@ def _without_calls(messages: Sequence[Message]) -> list[Message]:
         is_result = given.get("role") == "tool"
         message = normal_message(index, given) if is_result or given.get("tool_calls") else given
         if is_result:
-            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            message = dict[str, Any](role="user", content=text)
         if follows_result and message.get("role") == "user":
             changed[-1] = {**message, "content": _joined(changed[-1]["content"], message.get("content"))}
         elif message.get("tool_calls"):

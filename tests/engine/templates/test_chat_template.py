@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.templates.chat_template import ChatTemplate
-from pagoda.engine.templates.chat_values import normal_message
+from pagoda.engine.templates.chat_values import normal_message, with_known_roles
 from pagoda.engine.templates.generic_tools import with_generic_tools
 
 CHATML = (
@@ -44,6 +44,34 @@ def test_turns_alternate_though_results_of_calls_are_the_users_and_it_says_more(
     assert text.endswith(f"<|im_start|>user\n{rain}{snow}And now?<|im_end|>\n<|im_start|>assistant\n")
 
 
+# As many templates: of the roles that it does not know, and of later system messages, it writes nothing.
+FEW_ROLES = (
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') or m.role == 'system' and loop.first %}"
+    "{{ m.role }}: {{ m.content | replace('/no_think', '') | trim }}\n{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
+def test_what_a_developer_says_is_the_systems_unless_the_template_knows_developers(content: Any) -> None:
+    asked = [{"role": "developer", "content": content}, *HI]
+    assert ChatTemplate(FEW_ROLES).render(with_known_roles(asked, FEW_ROLES)) == "system: Be brief.\nuser: Hi\n"
+    assert with_known_roles(asked, FEW_ROLES.replace("'system'", "'developer'")) == asked
+    assert with_known_roles(["x", *asked], "")[0] == "x"
+
+
+def test_a_message_that_the_template_leaves_out_is_refused_by_its_place() -> None:
+    template = ChatTemplate(FEW_ROLES)
+    for role in ("king", "system"):
+        for said in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+            with pytest.raises(RequestError, match=rf"^messages\[1\].role: .* leaves out a message of role '{role}'"):
+                template.render([*HI, {"role": role, "content": said}, *HI])
+    assert template.render([*HI, {"role": "king", "content": " "}]) == "user: Hi\n"  # nothing is lost
+    assert template.render([{"role": "system", "content": "/no_think"}, *HI]) == "system: \nuser: Hi\n"  # it was read
+    fails = ChatTemplate(FEW_ROLES.replace("trim", "trim | replace('probe_content', 1 / 0)"))
+    with pytest.raises(RequestError, match="division by zero"):
+        fails.render(HI)
+
+
 def test_text_parts_are_joined_and_other_parts_refused() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -54,7 +82,7 @@ def test_text_parts_are_joined_and_other_parts_refused() -> None:
 
 def test_conventions() -> None:
     source = (
-        "{{ bos_token }}{%- for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{{ bos_token }}{%- for m in messages %}{% if m.content == 'no' %}{% continue %}{% endif %}"
         "{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
         "|{{ tools | tojson }}|{{ strftime_now('%Y') | length }}|{{ extra }}"
         "{% set ns = namespace(found=1) %}{% set ns.found = 2 %}|{{ ns.found }}"
