@@ -88,8 +88,10 @@ def test_what_waits_for_many_adapters_is_found_without_looking_at_each() -> None
             queue.wake(known[name].key)
             aside.discard(name)
         in_order = [one for one in queue if one.spec.request_id not in aside]
-        heads = [in_order[at] for at in range(len(in_order)) if key_of(in_order[at]) not in map(key_of, in_order[:at])]
-        assert [queue.peek(at) for at in range(len(heads) + 1)] == [*heads, None]
+        heads: dict[object, RequestState] = {}
+        for one in in_order:
+            heads.setdefault(key_of(one), one)
+        assert [queue.peek(at) for at in range(len(heads) + 1)] == [*heads.values(), None]
         assert (len(queue), len(queue._aside)) == (len(known), len(aside))
         assert {one.spec.request_id for one in queue} == known.keys()
         assert queue.adapter_names() == {one.spec.lora.name for one in known.values() if one.spec.lora is not None}

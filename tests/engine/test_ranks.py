@@ -25,7 +25,7 @@ SCHEDULES = 2  # one of them with drafts
 def test_random_schedules_change_nothing(ranks: str, tmp_path: Path) -> None:
     model = write_byte_llama(tmp_path / "model")
     options = {**RANKS[ranks], "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
-    watched = watched_requests(VOCAB, [1, 2, 7, 90, 16, 33, 250, 12, 40, 128, 31, 5, 19, 100])
+    watched = watched_requests(VOCAB, [1, 2, 7, 90, 16, 33, 250, 12])
     # One rank in a process of its own computes what one in this process does, and so do stages.
     one: dict[str, object] = {"distributed_executor_backend": "auto", "pipeline_parallel_size": 1}
     expected = alone(model, watched, options if ranks == "two" else {**options, **one})
@@ -38,7 +38,7 @@ def test_random_schedules_change_nothing(ranks: str, tmp_path: Path) -> None:
             drawn |= {"async_scheduling": False, "pipeline_depth": depth, "threads": 1}
         if seed % 2:
             drawn["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-        script = random_script(rng, watched, VOCAB, 12, 20)
+        script = random_script(rng, watched, VOCAB, 8, 20)
         core, trace = make_engine(model, counts, {**options, **drawn}, logits=False)
         try:
             play(core, trace, script)

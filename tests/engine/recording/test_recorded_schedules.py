@@ -96,9 +96,11 @@ class RecordedPhases(RecordedMachine, PhasedMachine):
     """The same where a step is all prompts or all decodes."""
 
 
-def test_random_schedules_are_replayed_without_a_difference() -> None:
+@pytest.mark.parametrize("num_examples", [60, pytest.param(120, marks=pytest.mark.slow)])
+def test_random_schedules_are_replayed_without_a_difference(num_examples: int) -> None:
+    SEEN.clear()
     for machine in (RecordedMachine, RecordedPhases):
-        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=120))
+        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=num_examples))
     wanted = {"drafts", "encoder_inputs", "forks", "copies", "beams", "ADAPTER", "failed", "", "later file"}
     wanted |= {"prior", "resumes was_admitted", "resumes has_output"}
     assert wanted <= SEEN
