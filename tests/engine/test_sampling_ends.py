@@ -156,7 +156,7 @@ def test_each_parameter_at_its_ends(llm: LLM, name: str) -> None:
     assert "answered" in outcomes
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_several_parameters_at_their_ends(llm: LLM, seed: int) -> None:
     rng = random.Random(seed)
     num_answered = 0

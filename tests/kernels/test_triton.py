@@ -354,9 +354,16 @@ def test_constraints_and_masks(triton_ops: Any, reference: Any, seed: int) -> No
     assert torch.equal(got.cpu().nan_to_num(nan=1e30), want.nan_to_num(nan=1e30))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(
-    ("tokens", "hidden", "inner", "experts", "top_k"), [(1, 64, 32, 4, 2), (37, 33, 49, 8, 3), (70, 20, 16, 2, 1)]
+    ("tokens", "hidden", "inner", "experts", "top_k", "dtype"),
+    [
+        (1, 64, 32, 4, 2, F32),
+        (1, 64, 32, 4, 2, BF16),
+        (37, 33, 49, 8, 3, F32),
+        (70, 20, 16, 2, 1, BF16),
+        pytest.param(37, 33, 49, 8, 3, BF16, marks=pytest.mark.slow),
+        pytest.param(70, 20, 16, 2, 1, F32, marks=pytest.mark.slow),
+    ],
 )
 def test_experts(
     triton_ops: Any, reference: Any,

@@ -206,8 +206,15 @@ def test_a_new_file_begins_when_nothing_runs_and_the_oldest_is_removed(tmp_path:
         assert (tmp_path / name).stat().st_size < 60_100
 
 
-@pytest.mark.parametrize("seed", [3, 8])
-@pytest.mark.parametrize("with_tokens", [False, True], ids=["made-up", "tokens"])
+@pytest.mark.parametrize(
+    ("seed", "with_tokens"),
+    [
+        (3, False),
+        (8, True),
+        pytest.param(3, True, marks=pytest.mark.slow),
+        pytest.param(8, False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_newest_files_of_a_server_that_is_never_idle_are_replayed(
     tmp_path: Path, seed: int, with_tokens: bool
 ) -> None:
