@@ -151,6 +151,7 @@ def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    load.cache_clear()
     with caplog.at_level(logging.WARNING, logger="pagoda"):
         ops = select.select_ops("auto", CpuDevice(1))
     assert isinstance(ops, TorchOps)
@@ -325,6 +326,7 @@ def test_kernels_that_bring_an_openmp_runtime_are_not_loaded(
 ) -> None:
     found = iter([["/x/libgomp.so.1"], ["/x/libgomp.so.1", "/y/libomp.so"]])
     monkeypatch.setattr("pagoda.kernels.native.library.openmp_runtimes", lambda: next(found))
+    load.cache_clear()
     with pytest.raises(AssertionError, match="/y/libomp.so"):
         load()
 

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ class NativeLibrary:
         return getattr(self.functions, f"pagoda_{name}")
 
 
+@cache
 def load(path: Path | None = None) -> NativeLibrary:
     """Load the library at `path`, or without one the best for this CPU: prebuilt, else compiled if needed.
 
+    A process looks once: later calls return what the first has found, and run no compiler to ask for its version.
     Raises build.NativeUnavailable if there is none, and AssertionError if loading it adds an OpenMP runtime.
     """
     if path is None:
