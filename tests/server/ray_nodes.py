@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+START_S = 180.0
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -19,7 +20,7 @@ def command_of(program: str, *words: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def node(folder: Path, *flags: str, timeout_s: float = 180.0, **env: str) -> Iterator["subprocess.Popen[bytes]"]:
+def node(folder: Path, *flags: str, **env: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A node that `ray start` has started; all its processes are in the group of the one that this yields."""
     log = folder / f"node-{time.monotonic_ns()}.log"
     with log.open("wb") as sink:
@@ -31,7 +32,7 @@ def node(folder: Path, *flags: str, timeout_s: float = 180.0, **env: str) -> Ite
             start_new_session=True,
         )
     try:
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + START_S
         while b"Ray runtime started" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < end, log.read_text()
