@@ -15,6 +15,7 @@ from tests.cached_models import cached_model
 
 ROOT = Path(__file__).parent.parent
 OTHER_PROGRAMS_FLAGS = {
+    "--block",
     "--head",
     "--address",
     "--node-ip-address",

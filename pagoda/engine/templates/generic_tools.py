@@ -77,7 +77,7 @@ def _without_calls(messages: Sequence[Message]) -> list[Message]:
             changed.append(given)
             continue
         is_result = given.get("role") == "tool"
-        message = normal_message(index, given) if is_result or given.get("tool_calls") else given
+        message: Mapping[str, Any] = normal_message(index, given) if is_result or given.get("tool_calls") else given
         if is_result:
             text = f"<tool_response>\n{message['content']}\n</tool_response>"
             message = dict[str, Any](role="user", content=text)
@@ -98,7 +98,7 @@ def _joined(results: str, content: Any) -> Any:
     """Return the content of a message of the user behind the results of calls."""
     if isinstance(content, list):
         return [{"type": "text", "text": results}, *content]
-    return f"{results}\n{content}" if isinstance(content, str) else content  # None is left for the template to refuse
+    return f"{results}\n{content}" if content else results
 
 
 def _call(call: Mapping[str, Any]) -> str:
