@@ -128,6 +128,9 @@ def test_the_tokenizer_can_be_copied_and_refuses_what_it_does_not_do(llm: LLM) -
     assert asked == {"input_ids": ids, "attention_mask": [1] * len(ids)}
     with pytest.raises(RequestError, match="return_tensors: ids are lists here"):
         tokenizer.apply_chat_template(messages, return_tensors="pt")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="truncation: the ids come as they are"):
+        tokenizer.apply_chat_template(messages, truncation=True, max_length=2)
+    assert tokenizer.apply_chat_template(messages, padding=False, max_length=None) == ids
     with llm._thread.entered(), pytest.raises(UsageError, match="in use by the same thread"):
         tokenizer.apply_chat_template(messages)
 

@@ -9,6 +9,9 @@ from pagoda.base.errors import RequestError
 from pagoda.engine.inputs.chat_prompts import chat_options
 from pagoda.engine.inputs.input_processor import InputProcessor
 
+_UNSERVED = ("padding", "truncation", "max_length", "return_assistant_tokens_mask", "tokenizer_kwargs")
+"""Arguments of transformers' `apply_chat_template` that would be variables of the template here."""
+
 
 class Encoding(dict[str, Any]):
     """The result of a call, by key or attribute: `input_ids` and `attention_mask`, lists of integers."""
@@ -116,10 +119,13 @@ class CallersTokenizer:
     ) -> list[int] | str | Encoding:
         """Return a conversation as the model's prompt: token ids (with `return_dict` as a call does), or text.
 
-        Raises RequestError, also for `return_tensors`.
+        Raises RequestError, also for `return_tensors` and other arguments of transformers that are not served.
         """
         if return_tensors is not None:
             raise RequestError("return_tensors: ids are lists here; make a tensor of them", "return_tensors")
+        for name in _UNSERVED:
+            if template_kwargs.pop(name, None):
+                raise RequestError(f"{name}: the ids come as they are; cut or pad them, and leave {name} out", name)
         options = chat_options(
             {
                 "tools": tools,
