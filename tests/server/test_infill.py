@@ -65,6 +65,7 @@ def test_what_does_not_fit_is_cut_by_infill_and_refused_by_completions(coder: Li
     long = {"input_prefix": "a" * 5000, "input_suffix": "b" * 5000, "input_extra": extra}
     assert coder.post("/infill", {**long, "n_predict": 8})[1]["tokens_evaluated"] == 2048 - 8
     assert coder.post("/infill", long)[1]["tokens_evaluated"] == 2048 - 512
+    assert coder.post("/infill", {**long, "n_predict": 2000, "stop": "e"})[1]["tokens_evaluated"] == 2048 - 1024
     assert coder.post("/infill", {**long, "n_predict": 0})[1]["tokens_predicted"] == 0
     status, answer = coder.post("/v1/completions", {"prompt": "a" * 5000, "suffix": "b", "max_tokens": 8})
     assert (status, answer["error"]["param"]) == (400, "prompt")

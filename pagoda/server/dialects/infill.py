@@ -168,7 +168,8 @@ class InfillDialect:
         given["max_tokens"] = None if body.n_predict < 0 else body.n_predict
         with naming_fields(_origin):
             params = SamplingParams.of_model({**model.default_sampling, "max_tokens": None}, **given)
-        reserved = model.max_model_len // 4 if body.n_predict < 0 else body.n_predict
+        context = model.max_model_len
+        reserved = context // 4 if body.n_predict < 0 else min(body.n_predict, context // 2)  # or nothing were read
         params.stop_token_ids = (*params.stop_token_ids, *end_ids(model, "input_suffix"))
         prompt: InfillPrompt = {"infill": replace(body.gap, num_reserved=reserved)}
         return TurnRequest(params, prompts=[prompt], is_stream=body.stream, origin=_origin)
