@@ -61,7 +61,7 @@ test: say-test lint $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
 test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m gemma3-270m minilm-l6 whisper-tiny.en whisper-base
 	$(BIN)/python -m pytest -q -m slow
-	$(BIN)/python -m pytest -q --hypothesis-profile thorough tests/server/test_parsers.py tests/server/test_tool_formats.py
+	$(BIN)/python -m pytest -q --hypothesis-profile thorough tests/server/test_parsers.py tests/server/test_tool_formats.py tests/server/test_schema.py
 
 test-sanitizers: $(VENV)/.installed-test
 	$(BIN)/python -m tests.kernels.sanitizers

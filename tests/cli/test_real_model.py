@@ -16,6 +16,7 @@ from pagoda.cli.main import main
 from pagoda.loading import resolve
 from pagoda.loading.fetch_wheel import WheelRequirement
 from tests.cached_models import cached_model
+from tests.engine.byte_llama import write_byte_llama
 
 SMALL = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory", "64MiB", "--threads", "1")
 
@@ -23,6 +24,12 @@ SMALL = ("--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory", "6
 @pytest.fixture(autouse=True)
 def _default_model_is_cached() -> None:
     cached_model(ModelConfig().model)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that is loaded in no time, for what is the same of any."""
+    return str(write_byte_llama(tmp_path_factory.mktemp("tiny") / "model"))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
@@ -39,8 +46,8 @@ def test_generate_streams_and_prints_its_figures(capsys: pytest.CaptureFixture[s
     assert "ready after" in err
 
 
-def test_a_program_ends_in_silence_while_its_dropped_engine_is_released() -> None:
-    command = [sys.executable, "-m", "pagoda", "generate", "--quiet", "Hi", "--max-tokens", "2"]
+def test_a_program_ends_in_silence_while_its_dropped_engine_is_released(tiny: str) -> None:
+    command = [sys.executable, "-m", "pagoda", "generate", "--model", tiny, "--quiet", "Hi", "--max-tokens", "2"]
     for _ in range(2):  # it was a race of the engine's thread with the end of the interpreter
         ended = subprocess.run(command, capture_output=True, timeout=120, check=False)
         assert (ended.returncode, ended.stderr) == (0, b"")
@@ -123,10 +130,10 @@ def workload(folder: Path, *arrivals_s: float) -> Path:
 
 @pytest.mark.parametrize("extra", [(), ("--arrivals",)])
 def test_throughput_prints_one_json_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, extra: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny: str, extra: tuple[str, ...]
 ) -> None:
     path = workload(tmp_path, 0.0, 0.0, 0.2)
-    out, _ = run(capsys, "bench", "throughput", "--workload", str(path), "--json", *extra, *SMALL)
+    out, _ = run(capsys, "bench", "throughput", "--workload", str(path), "--json", *extra, "--model", tiny, *SMALL)
     figures = json.loads(out)
     assert out.count("\n") == 1
     assert set(figures) == {"engine", "requests", "in", "out", "secs", "out_tok_s", "cold_start_s"}
@@ -134,9 +141,9 @@ def test_throughput_prints_one_json_line(
     assert figures["secs"] >= (0.2 if extra else 0)
 
 
-def test_latency_reports_percentiles(capsys: pytest.CaptureFixture[str]) -> None:
+def test_latency_reports_percentiles(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     arguments = ("--batch-size", "2", "--input-len", "8", "--output-len", "3", "--iterations", "2", "--warm-up", "1")
-    figures = json.loads(run(capsys, "bench", "latency", "--json", *arguments, *SMALL)[0])
+    figures = json.loads(run(capsys, "bench", "latency", "--json", *arguments, "--model", tiny, *SMALL)[0])
     assert 0 < figures["p50_s"] <= figures["p90_s"] <= figures["p99_s"]
     assert figures["batch_size"] == 2
 

@@ -28,14 +28,14 @@ MODES: dict[str, tuple[tuple[str, ...], str]] = {
 
 def asks() -> list[Ask]:
     """Streams, several outputs, stops, penalties, grammars, and beam searches with and without a grammar."""
-    plain: dict[str, Any] = {"max_tokens": 120, "return_token_ids": True, "ignore_eos": True}
-    search: dict[str, Any] = {"use_beam_search": True, "n": 3, "temperature": 0, "stream": False, "max_tokens": 60}
+    plain: dict[str, Any] = {"max_tokens": 90, "return_token_ids": True, "ignore_eos": True}
+    search: dict[str, Any] = {"use_beam_search": True, "n": 3, "temperature": 0, "stream": False, "max_tokens": 40}
     kinds: list[dict[str, Any]] = [
         {**plain, "temperature": 0},
         {**plain, "n": 3, "logprobs": 2, "top_p": 0.9},
         {**plain, "frequency_penalty": 1.0, "stop_token_ids": [40, 41, 42], "min_tokens": 30},
-        {"max_tokens": 120, "guided_json": SCHEMA, "n": 2, "logprobs": 3},
-        {"max_tokens": 120, "guided_regex": "([a-d]{3} ){30}", "temperature": 0.7},
+        {"max_tokens": 90, "guided_json": SCHEMA, "n": 2, "logprobs": 3},
+        {"max_tokens": 90, "guided_regex": "([a-d]{3} ){30}", "temperature": 0.7},
         {**plain, "stream": False, "n": 2, "max_tokens": 90},
         {**search, "ignore_eos": True, "logprobs": 1},
         {**search, "guided_json": SCHEMA},
@@ -78,7 +78,7 @@ def check(server: LiveServer, expected: list[dict[str, Any]], counter: str) -> N
     asyncio.run(leave(server))
     abort(server)
     server.wait_idle()
-    assert asyncio.run(ask_all(server, asks(), kill_after=(600,))) == expected
+    assert asyncio.run(ask_all(server, asks(), kill_after=(400,))) == expected
     load = server.wait_idle()
     assert (load["engine_restarts"], load["live_tokens"]) == (1, 0)
 

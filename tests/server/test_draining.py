@@ -150,7 +150,7 @@ def test_what_is_in_line_at_the_deadline_never_begins(tmp_path: Path) -> None:
         assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("timeout_s", ["30", "0"])
+@pytest.mark.parametrize("timeout_s", ["30", pytest.param("0", marks=pytest.mark.slow)])
 def test_an_idle_server_ends_at_once(tmp_path: Path, timeout_s: str) -> None:
     async def main(server: LiveServer) -> None:
         async with aiohttp.ClientSession(server.url) as session:

@@ -64,9 +64,13 @@ def metric(server: LiveServer, name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """For everyone, with few connections and few tokens in line. Tests may limit its steps, or kill its engine."""
+    """For everyone, with few connections and few tokens in line, and far proxies that it trusts.
+
+    Tests may limit its steps, or kill its engine.
+    """
+    flags = ("--host", "0.0.0.0", "--forwarded-allow-ips", "10.0.0.1,10.1.0.0/16")
     limits = ("--server-limits.max-connections", "8", "--server-limits.max-queued-tokens", "8000")
-    with serving(tmp_path_factory.mktemp("limited"), *FLAGS, "--host", "0.0.0.0", *limits, stepped=True) as server:
+    with serving(tmp_path_factory.mktemp("limited"), *FLAGS, *flags, *limits, stepped=True) as server:
         yield server
 
 
@@ -524,11 +528,10 @@ def test_a_client_is_an_address_whatever_a_proxy_says(fake_server: LiveServer, f
     assert fake_server.logged(request_id).endswith(f"client={client}")
 
 
-def test_only_trusted_proxies_name_the_client(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS, "--forwarded-allow-ips", "10.0.0.1,10.1.0.0/16") as server:
-        head = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: far\r\nX-Forwarded-For: 6.6.6.6\r\n\r\n"
-        assert b" 200 " in talk(server, head, until=b"}")
-        assert server.logged("far").endswith("client=127.0.0.1")
+def test_only_trusted_proxies_name_the_client(limited: LiveServer) -> None:
+    head = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: far\r\nX-Forwarded-For: 6.6.6.6\r\n\r\n"
+    assert b" 200 " in talk(limited, head, until=b"}")
+    assert limited.logged("far").endswith("client=127.0.0.1")
 
 
 def test_words_of_callers_do_not_look_like_fields_of_the_log(fake_server: LiveServer) -> None:

@@ -55,13 +55,14 @@ async def load(
     server: LiveServer,
     faults: Sequence[Callable[[LiveServer], None]],
     bodies: Sequence[Mapping[str, object]] = ({},) * 8,
+    num_tokens: int = NUM_TOKENS,
 ) -> list[tuple[int, list[str]]]:
     """Stream completions; cause the faults one after another, each after some steps of its engine."""
     so_far = server.load()["engine_restarts"]
     if faults:
         server.steps.hold_after(20)
     async with aiohttp.ClientSession(server.url) as session:
-        tasks = [asyncio.create_task(stream(session, i, NUM_TOKENS, **body)) for i, body in enumerate(bodies)]  # type: ignore[arg-type]
+        tasks = [asyncio.create_task(stream(session, i, num_tokens, **body)) for i, body in enumerate(bodies)]  # type: ignore[arg-type]
         for number, fault in enumerate(faults):
             await asyncio.to_thread(server.steps.wait_held)
             assert not any(task.done() for task in tasks)
@@ -110,18 +111,19 @@ def test_processes_are_killed_in_turn(sizes: tuple[str, ...], num_kills: int, tm
     write_adapter(tmp_path / "adapted", model, 4, 1)
     adapters = ("--enable-lora", "--lora-modules", f"adapted={tmp_path / 'adapted'}")
     num_ranks = 2 ** (len(sizes) // 2)
+    num_tokens = 25 * (num_kills + 1)  # the last are computed after the last kill
     with tempfile.TemporaryDirectory() as folder:
         env = {"TMPDIR": folder}
         with serving(tmp_path, *flags_of(model, *sizes), *adapters, env=env, stepped=True) as server:
             assert not list(Path(folder).glob("pagoda-*")), "nothing stays on disk while it runs"
             seen = {*ranks_of(server), server.engine_pid()}
             assert len(seen) == num_ranks + 1
-            undisturbed = asyncio.run(load(server, [], MIXED))
+            undisturbed = asyncio.run(load(server, [], MIXED, num_tokens))
             assert all(status == 200 and all(texts) for status, texts in undisturbed), undisturbed
             assert len({texts[0] for _, texts in undisturbed}) == len(MIXED)
             before, files = server.wait_idle(), num_open_files(server)
             faults = [*(kill(rank(number)) for number in range(num_ranks)), LiveServer.kill_engine][:num_kills]
-            assert asyncio.run(load(server, faults, MIXED)) == undisturbed
+            assert asyncio.run(load(server, faults, MIXED, num_tokens)) == undisturbed
             after = server.wait_idle()
             assert after["engine_restarts"] == num_kills
             assert after["free_blocks"] == before["free_blocks"], "an engine that is restarted has the first pools"

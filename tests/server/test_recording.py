@@ -1,4 +1,4 @@
-"""A server with a real model is recorded, with all that can happen, and each file is replayed: the model, too."""
+"""A server with a tiny model is recorded, with all that can happen, and each file is replayed: the model, too."""
 
 import asyncio
 import json
@@ -14,14 +14,14 @@ from pagoda.cli.main import make_app
 from pagoda.engine.recording.format import Line, read_recording
 from pagoda.engine.recording.replay import replay
 from pagoda.engine.recording.selection import Selection
-from tests.cached_models import cached_model
+from tests.engine.byte_llama import write_byte_llama
 from tests.engine.lora_adapters import write_adapter
 from tests.server.live import LiveServer, serving
 from tests.server.test_replay import Ask, ask_all, told
 
 SECRET = "alice-and-bob"
 TOLD = {"return_token_ids": True}  # by which tokens are counted
-STORY = "one two three four five six seven eight nine ten, " * 5
+STORY = "one two three, " * 5
 DRAFTS = {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}
 FLAGS = (
     *("--max-num-seqs", "5", "--num-blocks", "20", "--max-model-len", "256", "--max-num-batched-tokens", "64"),
@@ -39,7 +39,7 @@ def asks() -> list[Ask]:
         {"model": "mine"},
         {"use_beam_search": True, "n": 2, "temperature": 0.0, "max_tokens": 8, "stream": False},
         {"model": "mine", "temperature": 0.0},
-        {"min_tokens": 20, "stop": ["ten, one"]},
+        {"min_tokens": 20, "stop": ["three, one"], "temperature": 0.0},
     ]
     return [
         (
@@ -53,7 +53,7 @@ def asks() -> list[Ask]:
 async def leave_early(server: LiveServer) -> None:
     """Ask for a long text, and leave when some of it is there."""
     so_far: Counter[str] = Counter()
-    body = {"prompt": STORY, "max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
+    body = {"prompt": STORY, "max_tokens": 170, "ignore_eos": True, "return_token_ids": True}
     async with aiohttp.ClientSession(server.url) as session:
         asked = asyncio.create_task(told(session, ("/v1/completions", body), so_far))
         while so_far["tokens"] < 3:
@@ -64,9 +64,11 @@ async def leave_early(server: LiveServer) -> None:
 @pytest.fixture(scope="module", params=["tokens", pytest.param("made-up", marks=pytest.mark.slow)])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The files of a server whose engine was killed once."""
-    folder, checkpoint = tmp_path_factory.mktemp("recording"), cached_model("smollm2-135m")
-    write_adapter(folder / "adapter", checkpoint, rank=4, seed=1)
-    flags = [*FLAGS, "--lora-modules", f"mine={folder / 'adapter'}", "--record", str(folder / "run")]
+    folder = tmp_path_factory.mktemp("recording")
+    model = write_byte_llama(folder / "model")
+    write_adapter(folder / "adapter", model, rank=4, seed=1)
+    flags = ["--model", str(model), *FLAGS, "--lora-modules", f"mine={folder / 'adapter'}"]
+    flags += ["--record", str(folder / "run")]
     flags += ["--record-tokens"] * (request.param == "tokens")
     with serving(folder, *flags, stepped=True) as server:
         asyncio.run(leave_early(server))

@@ -5,7 +5,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.server.live import LiveServer
 
-EXAMPLES_PER_ROUTE = 10
+EXAMPLES_PER_ROUTE = settings().max_examples // 16
+"""60 where there are to be many: --hypothesis-profile thorough."""
 
 
 def test_no_request_is_an_internal_error(fake_server: LiveServer) -> None:

@@ -26,7 +26,7 @@ def test_kills_change_no_number(tmp_path: Path) -> None:
         assert all(one["status"] == 200 for one in expected)
         answer = server.post("/v1/completions", again)[1]["choices"]
     with serving(tmp_path, *model, "--num-blocks", "60", stepped=True) as server:
-        assert asyncio.run(ask_all(server, asks()[:9], kill_after=(200, 500))) == expected
+        assert asyncio.run(ask_all(server, asks()[:9], kill_after=(150, 350))) == expected
         assert server.metric("num_preemptions_total") > 0
         assert server.wait_idle()["engine_restarts"] == 2
         # The new engine finds what it keeps itself.
