@@ -27,6 +27,7 @@ from pagoda.engine.templates.chat_values import (
     Message,
     cut_at_mark,
     template_values,
+    with_joined_systems,
 )
 from pagoda.engine.templates.special_marks import HiddenText, SpecialMarks
 
@@ -99,8 +100,9 @@ class ChatTemplate:
         template_kwargs: more variables for the template (such as enable_thinking).
         is_marked: put a mark in place of each special token that the template itself writes.
         reads_images: the template is a vision-language model's: messages may have parts {"type": "image"}.
-        Raises RequestError if messages are malformed, if the template does not render tools, tool calls, tool results
-        or messages of the system or another role that were given, and if the template raises an error.
+        System messages that follow each other are one if the template would leave some of them out. Raises RequestError
+        if messages are malformed, if the template does not render tools, tool calls, tool results or messages of the
+        system or another role that were given, and if the template raises an error.
         """
         name = self._name_for(bool(tools))
         calls = self._history_of(name).form if any(map(_has_calls, messages)) else DEFAULT_CALLS
@@ -114,8 +116,15 @@ class ChatTemplate:
             calls,
         )
         self._check_places(values)
-        text = self._render_marked(values) if is_marked else self._fill(self._plain, self.special_tokens, values)
-        self._check_shown(values, text)
+        fill = self._render_marked if is_marked else functools.partial(self._fill, self._plain, self.special_tokens)
+        text = fill(values)
+        if self._left_out(values, text) is not None:
+            places, values["messages"] = with_joined_systems(values["messages"])
+            text = fill(values)
+            if (left_out := self._left_out(values, text)) is not None:
+                where, role = f"messages[{places[left_out]}].role", values["messages"][left_out]["role"]
+                why = f"this model's chat template leaves out a message of role {role!r:.80} in this place"
+                raise RequestError(f"{where}: {why}; make it a part of another one", where)
         return cut_at_mark(text) if continue_final_message else text
 
     def _render_marked(self, values: Mapping[str, Any]) -> str:
@@ -219,8 +228,8 @@ class ChatTemplate:
                 where = f"messages[{index}].role"
                 raise RequestError(f"{where}: this model's chat template does not support tool results", where)
 
-    def _check_shown(self, values: Mapping[str, Any], text: str) -> None:
-        """Raise RequestError for a message that the template has left out, because of its role or its place.
+    def _left_out(self, values: Mapping[str, Any], text: str) -> int | None:
+        """Return the place of a message that the template leaves out, because of its role or its own place, or None.
 
         text: as rendered. A text that is not in it may have been changed, so another one is tried in its place.
         """
@@ -236,12 +245,9 @@ class ChatTemplate:
             try:
                 is_shown = _SHOWN in self._fill(self._plain, self.special_tokens, shown)
             except RequestError:  # it depends on what the message says
-                return
-            if not is_shown:
-                where, role = f"messages[{index}].role", turn["role"]
-                why = f"this model's chat template leaves out a message of role {role!r:.80} in this place"
-                raise RequestError(f"{where}: {why}; make it a part of another one", where)
-            return  # one more rendering is enough
+                return None
+            return None if is_shown else index  # one more rendering is enough
+        return None
 
     def _form_of(self, name: str, reads_images: bool) -> ContentForm:
         """Return how a template reads contents. Without images, parts become one string, as other servers join them."""

@@ -65,6 +65,30 @@ def with_known_roles(messages: Sequence[Any], template: str) -> Sequence[Any]:
     ]
 
 
+def with_joined_systems(turns: Sequence[dict[str, Any]]) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return turns with those of the system that follow each other as one, and the place of the first of each.
+
+    Between their texts is an empty line.
+    """
+    places, joined = list[int](), list[dict[str, Any]]()
+    for index, turn in enumerate(turns):
+        if not (joined and turn["role"] == joined[-1]["role"] == "system"):
+            places.append(index)
+            joined.append(turn)
+            continue
+        texts: list[Any] = [one.get("content") or "" for one in (joined[-1], turn)]
+        if all(isinstance(text, str) for text in texts):
+            content: Any = "\n\n".join(texts)
+        else:
+            content = [part for text in texts for part in _parts_of(text)]
+        joined[-1] = {**joined[-1], "content": content}
+    return places, joined
+
+
+def _parts_of(content: Any) -> list[Any]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def template_values(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,

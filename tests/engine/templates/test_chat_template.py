@@ -72,6 +72,24 @@ def test_a_message_that_the_template_leaves_out_is_refused_by_its_place() -> Non
         fails.render(HI)
 
 
+OF_PARTS = (
+    "{% for m in messages %}{% if m.role == 'user' or loop.first %}{{ m.role }}: {% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}\n{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_leading_messages_of_the_system_are_joined_where_the_template_reads_one() -> None:
+    said: list[Any] = [{"role": "system", "content": text} for text in ("Be brief.", "Be kind.", "Be exact.")]
+    joined = "system: Be brief.\n\nBe kind.\n\nBe exact.\nuser: Hi\n"
+    assert ChatTemplate(FEW_ROLES).render([*said, *HI]) == joined
+    parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in said]
+    assert "Be brief.Be kind.Be exact." in ChatTemplate(OF_PARTS).render([*parts, *HI], reads_images=True)
+    with pytest.raises(RequestError, match=r"^messages\[4\].role: .* 'system' in this place"):
+        ChatTemplate(FEW_ROLES).render([*said, *HI, {"role": "system", "content": "Be late."}])
+    assert ChatTemplate(CHATML).render([*said, *HI]).count("<|im_start|>system") == 3  # as the template has them
+
+
 def test_text_parts_are_joined_and_other_parts_refused() -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
