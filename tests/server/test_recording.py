@@ -40,6 +40,7 @@ def asks() -> list[Ask]:
         {"use_beam_search": True, "n": 2, "temperature": 0.0, "max_tokens": 8, "stream": False},
         {"model": "mine", "temperature": 0.0},
         {"min_tokens": 20, "stop": ["three, one"], "temperature": 0.0},
+        {"min_tokens": 5, "stop_token_ids": [65, 66], "logit_bias": {"65": 100, "66": 90}},  # 66 never ends one
     ]
     return [
         (

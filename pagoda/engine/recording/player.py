@@ -22,7 +22,7 @@ from pagoda.engine.recording.preparations import ReplayedPreparations
 class Player:
     """A scheduler, and what the lines so far said of its requests.
 
-    lines: of the whole file: of a request, only tokens that ended an output are known as stop tokens.
+    lines: of the whole file: of made-up tokens, only those that ended an output are known as stop tokens.
     with_tokens: they have real tokens.   comparison: computes the steps, too.
     num_requests, num_steps: so far.   outputs: of steps whose results are not back, by number.
     """
@@ -112,7 +112,8 @@ class Player:
         sampling = pooling = None
         if given is not None:
             sampling = msgspec.convert({"temperature": 0.0, **given}, SamplingParams, strict=False)
-            sampling.stop_token_ids = tuple(self._ends[f"stop {label}"])
+            if "stop_token_ids" not in given:
+                sampling.stop_token_ids = tuple(self._ends[f"stop {label}"])
         else:
             pooling = msgspec.convert(line["pooling"] or {}, PoolingParams, strict=False)
         if line["embeds"] is not None:
@@ -129,7 +130,7 @@ class Player:
             client_index=line["client_index"],
             handle=line["handle"],
             seed=line["seed"],
-            eos_token_ids=tuple(self._ends[f"eos {label}"]),
+            eos_token_ids=tuple(self._ends[f"eos {label}"] if (eos := line.get("eos")) is None else eos),
             lora=LoraRef(*line["lora"]) if line["lora"] is not None else None,
             cache_salt=line["cache_salt"],
             skip_prefix_read=line["skip_prefix_read"],

@@ -139,6 +139,7 @@ class RecordingScheduler:
             sampling=self._sampling_of(request),
             pooling=msgspec.to_builtins(request.pooling) if self._with_tokens else None,
             seed=request.seed if self._with_tokens else 0,
+            eos=list(request.eos_token_ids) if self._with_tokens else None,
             arrival_time_s=request.arrival_time_s,
             priority=request.priority,
             client_index=request.client_index,
