@@ -116,22 +116,53 @@ def test_a_variant_has_no_instruction_beyond_its_set(variant: Variant, built: Ca
     assert variant.name == "sse4_2" or foreign(text, lesser), "then there would be no need for it"
 
 
+SOFTWARE = Path(__file__).parent / "instructions_in_software.h"
+ASSEMBLY = re.compile(
+    r'asm\("(?:%\{vex%\} )?(vpdp\w+) %2, %1, %0" : "\+[vx]"\((\w+)\) : "[vx]"\((\w+)\), "[vx]"\((\w+)\)\)'
+)
+
+
+def in_software(*extensions: str) -> tuple[str, ...]:
+    """Return the flags of a build for AVX2 that takes the branches for AVX-VNNI, or AVX-512 with these extensions.
+
+    Loops that are vectors elsewhere take the compiler minutes above -O1.
+    """
+    allowed = [f"-DSOFTWARE_{extension}" for extension in extensions]
+    return ("-march=x86-64-v3", "-O1", "-include", str(SOFTWARE), *allowed)
+
+
+def sources_without_assembly(folder: Path) -> Path:
+    """Copy the kernels' sources to `folder`, with calls of what defines VNNI's instructions in place of assembly."""
+    for path in [*build.KERNELS.glob("*/*.h"), *build.KERNELS.glob("*/*.cpp")]:
+        copy = folder / path.relative_to(build.KERNELS)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(ASSEMBLY.sub(r"\2 = software::\1(\2, \3, \4)", path.read_text()))
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "target"),
     [
         *((variant.name, variant.target) for variant in VARIANTS[1:]),
-        # The loop for AVX-VNNI, whose instruction has another encoding with AVX-512: for CPUs without the former.
-        ("avx2", ("-march=x86-64-v3", "-mavx512vl", "-mavx512vnni")),
+        # What the kernels do with AVX-VNNI and AVX-512, for CPUs without them.
+        ("avx2_vnni", in_software("AVX_VNNI")),
+        ("avx512", in_software()),
+        ("avx512_bf16", in_software("VNNI", "VBMI", "BF16")),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+    ids=lambda value: value if isinstance(value, str) else " ".join(Path(word).name for word in value),
 )
 def test_every_variant_computes_the_same(
-    name: str, target: tuple[str, ...], compiler: build.Compiler, tmp_path: Path
+    name: str, target: tuple[str, ...], compiler: build.Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests of ops and attention, on every variant that this machine runs."""
-    needs = next(variant.needs for variant in VARIANTS if variant.name == name)
-    needs |= {"avx512_vnni", "avx512vl"} if "-mavx512vl" in target else set()
+    chosen = "native or bits"
+    if "-include" in target:
+        chosen = f"({chosen}) and not threads"  # which take minutes so
+        needs = next(variant.needs for variant in VARIANTS if variant.name == "avx2")
+        monkeypatch.setattr(build, "KERNELS", sources_without_assembly(tmp_path / "sources"))
+    else:
+        needs = next(variant.needs for variant in VARIANTS if variant.name == name)
     if missing := needs - cpu_flags():
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
     path = build.build(tmp_path, compiler, target)
@@ -144,7 +175,7 @@ assert variant.isa == {name!r}
 library.load = lambda: variant  # before the tests' conftest takes it
 names = ("ops", "linear", "attention", "native_sampling", "constraints")
 tests = [f"tests/kernels/test_{{name}}.py" for name in names]
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "native or bits", *tests]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", {chosen!r}, *tests]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

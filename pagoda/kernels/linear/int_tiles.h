@@ -17,7 +17,7 @@ struct QuantizedRows {
     const int32_t* sums;
 };
 
-#if defined(PAGODA_AVX2) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+#if defined(PAGODA_AVX2) && !defined(__AVXVNNI__)
 constexpr bool WITHOUT_VNNI = true;  // AVX2: sums in halfwords, where they fit
 #else
 constexpr bool WITHOUT_VNNI = false;
@@ -74,9 +74,6 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
     auto half = [](Signed sum, __m256i a, __m256i b) __attribute__((always_inline)) {
 #if defined(__AVXVNNI__)
         asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
-        return sum;
-#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // no CPU: the tests run the loop of AVX-VNNI so
         return sum;
 #else
         static_assert(BITS == 8, "fewer bits add up in halfwords");
