@@ -42,7 +42,7 @@ say-demo:
 
 say-test:
 	@test -e $(WHEEL_VENV)/.installed || echo "make test: $(NEW_TEST)"
-	@echo "make test: lint, types and tests take 15 to 16 minutes on two cores of Zen 5, 23 on two of Zen 3"
+	@echo "make test: lint, types and tests take 15 to 16 minutes on two cores of Zen 5, 23 to 27 on two of Zen 3"
 
 demo: say-demo $(VENV)/.installed
 	@$(BIN)/pagoda generate --chat --temperature 0 --max-tokens 64 "$(PROMPT)"
